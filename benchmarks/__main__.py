@@ -1,4 +1,4 @@
-"""Print all measurements of the study in this folder, and the machine: `make bench` writes docs/benchmarks.md."""
+"""Print all benchmarks of the study in this folder as Markdown. `make bench` writes them to docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ torch {torch}, onnxruntime {onnxruntime}. Medians; ratios are of runs in turn in
 
 
 def machine() -> str:
-    """Return the kind of the processor, and the features that decide how fast int8 is on it."""
+    """Return the processor's name, and whether it has VNNI, which decides how fast int8 is."""
     lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
     return processor() + (", with VNNI" if "vnni" in flags else ", without VNNI" if flags else "")
 
 
 def files_to_ship() -> str:
-    """Return the results of the stages export and benchmark."""
+    """Return the results of the stages `export` and `benchmark` as a Markdown table."""
     table = pd.read_csv("reports/runtimes.csv")
     shapes = [name.removesuffix(".of_torch") for name in table if name.endswith(".of_torch")]
     heads = "".join(f" {shape}, ms | × dense in torch | × dense alike |" for shape in shapes)
@@ -48,13 +48,13 @@ def files_to_ship() -> str:
 
 
 def with_multiples() -> list[str]:
-    """Return the recipes to ship whose ranks may be held to multiples."""
+    """Return the exported recipes with ranks of kind waterfill, which can round ranks to multiples."""
     recipes = section("export", Export).recipes
     return [recipe for recipe in recipes if isinstance(section(f"recipes.{recipe}.ranks", RankSearch), Waterfill)]
 
 
 def dvc(*arguments: str) -> None:
-    """Run DVC with this environment's Python first on the path, which dvc.yaml calls `python`."""
+    """Run DVC. The command `python` in dvc.yaml is then the Python that runs this script."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run([sys.executable, "-m", "dvc", *arguments], check=True, stdout=sys.stderr, env=environment)
 
@@ -70,11 +70,11 @@ def main() -> None:
         sys.exit("export.recipes in params.yaml is []: name the recipes whose files are to be timed")
     torch, onnxruntime = version("torch"), version("onnxruntime")
     print(_HEAD.format(machine=machine(), cores=os.cpu_count(), torch=torch, onnxruntime=onnxruntime))
-    dvc("repro", "--force", "--single-item", "benchmark")  # measured on this machine
+    dvc("repro", "--force", "--single-item", "benchmark")  # so that all times are of this machine
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     writes = load_task().kind == "language_modeling"
-    if not writes:  # the graph of a model that writes needs a cache, too
+    if not writes:  # the exported graph of a language model also needs a cache as input
         print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)

@@ -1,11 +1,12 @@
-"""Time statistics and decompositions on BERT-base's shapes, beside a naive implementation.
+"""Time calibration statistics and decompositions on BERT-base's shapes, and compare with naive implementations.
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
-Statistics of two batches of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers
-nothing (gradients of weights included, as in training). `naive`: hooks that add XᵀX, DᵀD and each sample's squared
-gradient by themselves.
-Decompositions beside a whitening of both sides by Cholesky with an SVD of what is whitened, and the plain SVD.
+The first table has the time to gather the statistics of two batches of 16 rows of 128 tokens, divided by the time of a
+forward and backward pass of the same rows without statistics (with gradients of weights, as in training). `naive` are
+hooks that sum XᵀX, DᵀD and each sample's squared gradient.
+The second table compares the decomposition with two others: an SVD after whitening both sides with Cholesky roots, and
+the plain SVD.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
 
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
-"""Four layers of twelve, since each costs the same. Two batches, so that sums are also added to."""
+"""Four of twelve layers are enough, since all cost the same. The second batch is added to the sums of the first."""
 
 KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")
 SHAPES = ((768, 768), (768, 3072))
 
 
 def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
-    """Return the seconds of each job, in rounds in which each runs once; the first round warms up."""
+    """Run all jobs once in each round; return the seconds of each job in each round, without the first (warm-up)."""
     taken: list[list[float]] = [[] for _ in jobs]
     for _ in range(1 + RUNS):
         for job, times in zip(jobs, taken, strict=True):
@@ -49,7 +50,11 @@ def trained(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
 
 
 def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[Target], squares: bool) -> None:
-    """Compute the same sums by hooks, as whole products and with the gradients of one sample after the other."""
+    """Compute the same sums with simple hooks: with full products, and one sample's squared gradient after the other.
+
+    Args:
+        squares: whether to sum the squared gradients, too.
+    """
     sums: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
 
@@ -111,7 +116,11 @@ def calibration() -> None:
 
 
 def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
-    """Return the best approximation of a rank by Cholesky roots of both sides and an SVD between them."""
+    """Whiten the weight with Cholesky roots of both sides and decompose it with an SVD.
+
+    Returns:
+        A function: rank → best approximation of the weight with this rank.
+    """
     assert norm.left is not None
     assert norm.right is not None
     outer, inner = torch.linalg.cholesky(norm.left), torch.linalg.cholesky(norm.right)
@@ -122,7 +131,7 @@ def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
 
 
 def moments(size: int) -> Tensor:
-    """Return second moments of correlated features of very different sizes."""
+    """Return a random matrix of second moments, of correlated features with very different scales."""
     values = torch.randn(4 * size, size, dtype=torch.float64) @ torch.randn(size, size, dtype=torch.float64)
     values *= torch.rand(size, dtype=torch.float64) ** 3 + 1e-3
     return values.T @ values / len(values)

@@ -1,9 +1,9 @@
-"""Time candidates and the original model in bfloat16, in torch, on a processor that multiplies in it.
+"""Time candidates and the original model in bfloat16 in torch, on a processor with bfloat16 instructions.
 
     make run && python -m benchmarks.bfloat16 anchored-0.5 anchored-0.33    # a Markdown table for the study here
 
-No file is written for it: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. Scored on the test rows,
-and timed in turn with the dense model in both types, on the threads of `threads.candidate`.
+No files are written: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. The models are scored on
+the test rows. They are timed in turns with the dense model, in float32 and bfloat16, with `threads.candidate` threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-import eckart as eckart  # teaches transformers to load the candidates
+import eckart as eckart  # registers the format of candidates with transformers
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import in_rounds, in_torch, ratio

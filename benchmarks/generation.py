@@ -1,8 +1,8 @@
-"""Time how fast candidates of a language model write, beside the original model, with cached keys and values.
+"""Time how fast candidates of a language model generate text with cached keys and values, against the original model.
 
-make run && python -m benchmarks.generation anchored-0.6    # Markdown tables for the study in this folder
+    make run && python -m benchmarks.generation anchored-0.6    # Markdown tables for the study in this folder
 
-In torch and, where the study exports the candidate (`export.recipes`), in onnxruntime and in int8.
+The models run in torch. Candidates that the study exports (`export.recipes`) also run in onnxruntime and in int8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import eckart as eckart  # teaches transformers to load the candidates
+import eckart as eckart  # registers the format of candidates with transformers
 from eckart.calibration.losses import Batch
 from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
@@ -31,11 +31,11 @@ from tasks.nlp_tasks import kind_of
 from tasks.report.runtimes import TITLES
 
 Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
-"""A function: inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache as further inputs."""
+"""A function: inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache as inputs of the next step."""
 
 BATCHES = (1, 8)
 PROMPT = 128
-"""Tokens of the prompt."""
+"""Number of tokens of the prompt."""
 
 
 def in_torch(model: PreTrainedModel, inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
@@ -49,14 +49,14 @@ def in_onnxruntime(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) 
 
 
 def steps(name: str, model: PreTrainedModel, runtimes: Sequence[Runtime], threads: int) -> dict[Runtime, Step]:
-    """Return a model in each runtime."""
+    """Return runtime → function that runs the model in it; torch is always among them."""
     files = {runtime: ONNX / name / file for runtime, file in ONNX_FILES.items() if runtime in runtimes}
     exported = {runtime: partial(in_onnxruntime, runner(file, threads)) for runtime, file in files.items()}
     return {"torch": partial(in_torch, model), **exported}
 
 
 def write(step: Step, prompt: Batch, tokens: int) -> tuple[float, float]:
-    """Return the seconds until the first token, and of each later token."""
+    """Generate tokens; return the seconds until the first token, and the mean seconds of each later token."""
     mask = prompt["attention_mask"]
     start = time.perf_counter()
     logits, cache = step(prompt)
@@ -72,7 +72,7 @@ def rows_of(
 ) -> Iterator[str]:
     rows = len(prompt["input_ids"])
     pairs: dict[Runtime, list[tuple[tuple[float, float], tuple[float, float]]]] = {runtime: [] for runtime in small}
-    for _ in range(1 + rounds):  # the first to warm up
+    for _ in range(1 + rounds):  # the first round is a warm-up
         for runtime, own in pairs.items():
             own.append((write(dense[runtime], prompt, tokens), write(small[runtime], prompt, tokens)))
     for runtime, (_, *timed) in pairs.items():
@@ -86,7 +86,7 @@ def rows_of(
 
 
 def files_of(names: Sequence[str]) -> Iterator[str]:
-    """Return a line for each file: its size, and its score on the test examples."""
+    """Yield a row of a table for each exported file, with its size and its score on the test examples."""
     for name in names:
         exports = Exports.model_validate_json((EXPORTS / f"{name}.json").read_text())
         for title, file in ((TITLES["onnx"], exports.onnx), (TITLES["int8"], exports.int8)):
@@ -94,7 +94,7 @@ def files_of(names: Sequence[str]) -> Iterator[str]:
 
 
 def bytes_of_cache(model: PreTrainedModel) -> int:
-    """Return the bytes of the cache for one token of one row."""
+    """Return the bytes that the cache holds for one token of one row."""
     cache = model(**random_inputs(model, 1, 1), use_cache=True).past_key_values
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 

@@ -1,10 +1,11 @@
-"""Compare a candidate's speed in torch with its limit: the time that the original model spends in products.
+"""Compare a candidate's speed-up in torch with the largest one that its fewer multiply-accumulates allow.
 
     make run && python -m benchmarks.limit anchored-0.5 anchored-0.33    # a Markdown table for the study in this folder
 
-If products took time by their multiply-accumulates alone, and nothing else changed, a candidate would be
-1 ÷ (1 − p + p q) times as fast as the dense model: p is the share of the dense forward's time that products with
-weights take, as torch's profiler has it, and q their multiply-accumulates in the candidate ÷ in the dense model.
+Assume that the time of products with weights is proportional to their multiply-accumulates, and that all other time
+stays the same. Then a candidate is 1 ÷ (1 − p + p q) times as fast as the dense model. p: share of these products in
+the time of the dense model's forward pass, measured with torch's profiler. q: multiply-accumulates of these products in
+the candidate ÷ in the dense model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-import eckart as eckart  # teaches transformers to load the candidates
+import eckart as eckart  # registers the format of candidates with transformers
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
@@ -27,9 +28,9 @@ from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 
 SHAPES = [(8, 64), (32, 128)]
-"""Rows and tokens."""
+"""Numbers of rows and tokens of the inputs."""
 ROUNDS = 15
-_PRODUCTS = ("addmm", "mm")  # of activations with weights; those of attention are batched, bmm or fused
+_PRODUCTS = ("addmm", "mm")  # products with weights; the products in attention are other operators: bmm, or fused
 
 
 def seconds(model: PreTrainedModel, inputs: Batch) -> float:
@@ -39,7 +40,7 @@ def seconds(model: PreTrainedModel, inputs: Batch) -> float:
 
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
-    """Return the share of each round, sorted."""
+    """Return the share of products with weights in the time of a forward pass, of each round, sorted."""
     return sorted(_share_of_products(model, inputs) for _ in range(ROUNDS))
 
 

@@ -1,12 +1,12 @@
-"""Predict memory and time of statistics and factorization by arithmetic, and measure them on small LLaMAs.
+"""Predict the memory that statistics and factorization need, and measure memory and time on small LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
-    python benchmarks/memory.py --predict    # arithmetic alone, for LLaMA-7B too
+    python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B
 
-Every point is a process of its own. Its peak is that of its resident memory (getrusage's ru_maxrss) less what Python
-and its libraries take before the model is made. Weights are random, in the type that is named. glibc is told to give
-memory back at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with tensors above 32 MiB, so that small shapes
-behave as big ones. Seconds are of one processor, on one thread: what else the machine does matters little then.
+Each point is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of getrusage), minus
+the memory of Python and its libraries before the model is created. Weights are random, in the type of the table.
+MALLOC_MMAP_THRESHOLD_ makes glibc return freed memory at once, as it always does for tensors above 32 MiB, so that
+small shapes behave like big ones. Seconds are processor time on one thread, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 KINDS = {"inputs": ("inputs",), "kfac": ("inputs", "output_gradients")}
-"""Weighting → statistics that it reads."""
+"""Weighting → kinds of statistics that it reads."""
 BYTES = {"float32": 4, "bfloat16": 2}
 BATCHES = 2
 _MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
@@ -35,7 +35,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Point:
-    """A LLaMA without grouped queries, and how its statistics are computed."""
+    """Settings of a measurement: the shape of a LLaMA without grouped queries, and its calibration."""
 
     hidden: int
     mlp: int
@@ -49,7 +49,7 @@ class Point:
 
     @property
     def group(self) -> int:
-        """Return the number of layers whose statistics are in memory at once."""
+        """Return how many layers have their statistics in memory at the same time."""
         return min(self.layers_at_once or self.layers, self.layers)
 
     @property
@@ -62,17 +62,19 @@ class Point:
     def statistics(self) -> int:
         """Return the bytes of one layer's second moments, in float32.
 
-        C_in of query, key and value; of the attention's output; of gate and up; of down. C_out of all seven.
+        There are four C_in, for the inputs of: query, key and value; the attention's output; gate and up; down. With
+        kfac there are seven C_out, one for each linear layer.
         """
         h, m = self.hidden**2, self.mlp**2
         return 4 * (3 * h + m + (5 * h + 2 * m if self.weighting == "kfac" else 0))
 
     @property
     def activations(self) -> int:
-        """Return the bytes of a batch at the peak: of all layers if gradients are needed, else of one.
+        """Return the bytes of a batch's activations at the peak: of all layers if gradients are needed, else of one.
 
-        A layer's graph holds the inputs of two norms in float32, query, key, value and output of the attention, and
-        three tensors of the MLP; maps that are frozen hold nothing, nor does kfac need inputs on the way back.
+        The graph of a layer holds the inputs of two norms in float32, query, key, value and output of the attention,
+        and three tensors of the MLP. It holds no inputs of linear layers: their weights are frozen, and kfac does not
+        need the inputs in the backward pass.
         """
         size, tokens = BYTES[self.dtype], self.rows * self.tokens
         layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
@@ -80,20 +82,24 @@ class Point:
 
     @property
     def term(self) -> int:
-        """Return the bytes of the operands of the largest term of a sum, in float32; the sum grows in place."""
+        """Return the bytes of one batch's input vectors at the widest linear layer (down), in float32.
+
+        Their product is added to the sum in place, so it needs no memory of its own.
+        """
         return 4 * self.rows * self.tokens * self.mlp
 
     @property
     def decomposition(self) -> int:
-        """Return the bytes beside the weights while the largest target is decomposed, in float64 except statistics.
+        """Return the bytes, besides the model's weights, while the largest target is decomposed.
 
-        W, W B, two factors and their balanced copies; C of the wider side twice; three matrices of the narrower.
+        In float64: W, W B, two factors and their balanced copies, C of the wider side, and three matrices of the size
+        of the narrower side. In float32: C of the wider side, as the statistics are stored.
         """
         h, m = self.hidden, self.mlp
         return 4 * m**2 + 8 * (2 * h * m + 2 * (h * m + h * h) + m * m + 3 * h * h)
 
     def predicted(self, stage: str) -> int:
-        """Return the bytes at the peak of a stage."""
+        """Return the predicted bytes at the peak of a stage, `importance` or `factorize`."""
         if stage == "factorize":
             return self.weights + self.decomposition
         return self.weights + self.group * self.statistics + self.activations + self.term
@@ -116,7 +122,7 @@ SEVEN = [
 
 
 def main() -> None:
-    """Print the tables, or the memory of one point."""
+    """Print the tables; with --point, only the measurement of that point as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--point", help="JSON: a point to measure in this process")
@@ -145,14 +151,14 @@ def _table(points: list[Point], measured: bool) -> None:
             for stage in ("importance", "factorize"):
                 cells.append(point.predicted(stage) // MIB)
                 if measured and stage == "factorize" and point.layers_at_once:
-                    cells += ["as above"] * 2  # it reads one target's statistics at a time in any case
+                    cells += ["as above"] * 2  # the stage always reads the statistics of one target at a time
                 elif measured:
                     cells += _in_a_process(point, stage, Path(folder))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:
-    """Return the peak in MiB, and the seconds."""
+    """Measure a point in a new process; return the peak in MiB, and the seconds."""
     command = [
         sys.executable,
         __file__,
@@ -216,7 +222,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
 
 
 def _resident() -> int:
-    """Return the bytes that this process has in memory now."""
+    """Return the present resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,11 +1,11 @@
-"""Find the `multiple` of ranks that suits the serving machine: the speed of a model at each, and its loss.
+"""Find the `multiple` of ranks that suits this machine: print a model's speed and predicted loss for several.
 
     make run && python -m benchmarks.multiples kfac --keep 0.33    # a Markdown table for the study in this folder
 
-`kfac` is a recipe of params.yaml whose ranks are of kind waterfill. Its weighting, ranks and storage are what is looked
-at: models are factorized at once and not recovered, which changes no shape. They run in torch and as the int8 file
-that would be shipped, both in turn with the dense model alike, on the threads of `threads.candidate`, at the first of
-`benchmark.shapes`. The limit is that of benchmarks/limit.py.
+`kfac` is a recipe of params.yaml with ranks of kind waterfill. Only its weighting, ranks and storage are used: the
+model is factorized without the recipe's other steps, which do not change shapes. The models run in torch and as
+exported int8 files. They take turns with the dense model in the same runtime, with `threads.candidate` threads and
+inputs of the first of `benchmark.shapes`. See benchmarks/limit.py for the limit.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
 
 MULTIPLES = (1, 8, 16, 32)
-_CALIBRATED = 16  # examples by which activations are smoothed
+_CALIBRATED = 16  # number of examples for the smoothing of activations
 
 
 def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[PreTrainedModel, float]]:
-    """Return the model at each of MULTIPLES, and the loss that its ranks predict."""
+    """Return for each of MULTIPLES the factorized model and its predicted loss."""
     part = f"recipes.{recipe}"
     weighting, search = section(f"{part}.weighting", Weighting), section(f"{part}.ranks", RankSearch)
     storage = section(f"{part}.storage", Storage)
@@ -68,13 +68,13 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
 
 
 def predicted(known: Spectra, ranks: Ranks) -> float:
-    """Return the predicted loss of the ranks, ½ Σ S² over all singular values that are cut."""
+    """Return the loss that is predicted for these ranks: ½ Σ S² over all discarded singular values."""
     cut = (known[name][rank:] for name, rank in ranks.items() if rank is not None)
     return sum(float(values.double().square().sum()) for values in cut) / 2
 
 
 def in_int8(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, threads: int) -> Forward:
-    """Return the file that would be shipped, smoothed by a batch of the calibration set."""
+    """Export the model to an int8 file, smoothed with calibration examples; return a function that runs the file."""
     data = encoded("calibration", tokenizer)
     some = data.select(range(min(_CALIBRATED, len(data))))
     calibration = batches(some, kind_of(load_task()).collate(tokenizer, model), _CALIBRATED, "cpu")

@@ -1,10 +1,10 @@
-"""Compare the files to ship with the default of onnxruntime: the original model by `quantize_dynamic`.
+"""Compare our int8 files with onnxruntime's default: one call of `quantize_dynamic` for the original model.
 
     make run && python -m benchmarks.one_line anchored-0.33    # a Markdown table for the study in this folder
 
-That line is `quantize_dynamic(model, quantized)`, with its defaults, of the dense model's export, run by a session with
-its defaults; our int8 files run as the stages run them. In turn, on the threads of `threads.candidate`, at each of
-`benchmark.shapes`; scored on the test rows.
+The default is `quantize_dynamic(model, quantized)` of the exported dense model, without further arguments, in a session
+with onnxruntime's default options. Our int8 files run with the options of the stages. All files are timed in turns,
+with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on the test rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_LINE = "dense, one line"
 
 
 def by_default(file: Path, threads: int) -> Forward:
-    """Return a session with onnxruntime's defaults, except for the number of threads."""
+    """Return a function that runs the file with onnxruntime's default options, except for the number of threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

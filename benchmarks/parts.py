@@ -1,9 +1,10 @@
-"""Time each part of a recipe that trains nothing before recovery: statistics, search and factorization.
+"""Time the parts of a recipe (statistics, rank search, factorization), for recipes without training before recovery.
 
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 
-Statistics are what the weighting of the recipe reads, gathered for it alone: a study gathers it once for all. Medians
-of three runs in one process, recipes in turn, on the threads of `threads.candidate`; loading and saving are left out.
+Each recipe gathers the statistics that its weighting reads, although a study gathers them once for all recipes. The
+times are medians of three runs in one process, in which the recipes take turns, with `threads.candidate` threads.
+Loading and saving are not included.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def spectra(targets: Iterable[Target], model: PreTrainedModel, weighting: Weight
 
 
 def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch]) -> Iterator[float]:
-    """Return the seconds of statistics, search and factorization."""
+    """Yield the seconds of gathering statistics, of the rank search, and of the factorization."""
     part, importance = f"recipes.{recipe}", section("importance", Importance)
     weighting = section(f"{part}.weighting", Weighting)
     ranks = section(f"{part}.ranks", RankSearch)

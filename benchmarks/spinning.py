@@ -1,12 +1,12 @@
-"""Measure what waiting threads cost: a training step on two threads, on a quiet and on a busy machine.
+"""Measure how much spinning threads slow down a training step on two threads, on a quiet and on a busy machine.
 
     python benchmarks/spinning.py    # as Markdown; some minutes
 
-A thread of OpenMP that waits for the others spins for a while, unless OMP_WAIT_POLICY is PASSIVE. Where other work
-needs the processor, it spins on time that the thread it waits for could have used. Each point is a process of its own,
-which trains a BERT of six layers and says the median of its steps; both settings take turns, so that what else the
-machine does falls on both, and the last column is the median over these pairs. The load before each row is what other
-programs did then: on a quiet machine the first row has none, and the ratio there is what passive waiting costs.
+A thread of OpenMP that waits for others spins for a while, unless OMP_WAIT_POLICY is PASSIVE. If the machine is busy,
+spinning takes processor time from the threads that are waited for. Each measurement is a process of its own, which
+trains a BERT of six layers and prints the median time of its steps. Both settings take turns, so that other programs
+slow down both, and the last column is the median of the ratios of these pairs. The load before each row is that of
+other programs. On a quiet machine it is zero before the first row, and the ratio there is the cost of passive waiting.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ THREADS = 2
 ROWS, TOKENS = 16, 32
 STEPS, WARM = 6, 1
 POLICIES = ("", "PASSIVE")
-"""OpenMP's own default, and Eckart's."""
+"""OpenMP's default, and Eckart's setting."""
 
 
 def steps() -> Iterator[float]:
-    """Return the seconds of each training step, after some that are not counted."""
+    """Yield the seconds of each training step, without the first as warm-up."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -49,7 +49,7 @@ def steps() -> Iterator[float]:
 
 @contextmanager
 def beside(busy: int) -> Iterator[None]:
-    """Run `busy` processes that never wait while the block runs."""
+    """While the block runs, run `busy` other processes that use the processor all the time."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
         yield
@@ -60,7 +60,7 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def measured(policy: str) -> float:
-    """Return the median seconds of a step in a process with this OMP_WAIT_POLICY; empty for the default."""
+    """Return the median seconds of a training step in a new process with this OMP_WAIT_POLICY; empty: the default."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     command = [sys.executable, __file__, "--steps"]

@@ -1,10 +1,10 @@
-"""Rehearse a team's study on the services of services.py, with all that can go wrong, and print a table.
+"""Rehearse a team's study on the services of services.py, cause failures on purpose, and print a table of results.
 
     python -m deploy.rehearsal              # a tiny study; some minutes
     python -m deploy.rehearsal --default    # the study of params.yaml
 
-Run it in the repository, with everything committed: the machines are clones. Each act prints what came of it; the last
-line says whether all were as they should be.
+Run it in the repository, after a commit of all changes, because each machine is a clone. Each act of the rehearsal is
+a row of the table. The last line says how many acts did not end as they should.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deploy import services
 from deploy.services import Service, Team
 from tests.workspace import tiny_workspace
 
-_GONE = 60  # seconds that the store does not answer
+_GONE = 60  # seconds for which the object store does not answer
 _LOOK = 0.2
 _MODEL = "rehearsed"
 _ANYTHING = {"model": _MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -0.99}
@@ -37,13 +37,13 @@ _ANYTHING = {"model": _MODEL, "largest_drop": 1.0, "keep": None, "least_speedup"
 
 @dataclass
 class Machine:
-    """A clone with a cache of its own."""
+    """A machine of the team: a clone of the repository with a DVC cache of its own."""
 
     root: Path
     environment: Mapping[str, str]
 
     def call(self, *words: str) -> None:
-        """Run a command that must succeed."""
+        """Run a command; raise if it fails."""
         code, output = self._begin(*words).end()
         if code:
             raise RuntimeError(f"{' '.join(words)}: {output}")
@@ -71,12 +71,12 @@ class Machine:
         self.call("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", message)
 
     def outputs(self) -> dict[str, object]:
-        """Return stage → digests of its outputs."""
+        """Return stage → its outputs in dvc.lock, with their digests."""
         content = YAML(typ="safe").load((self.root / "dvc.lock").read_text())["stages"]
         return {name: stage["outs"] for name, stage in content.items()}
 
     def service(self, words: Sequence[str], log: Path, **variables: str) -> Service:
-        """Return a command that runs until it is stopped."""
+        """Return a service for a command that runs until it is stopped; the caller must start it."""
         command = ["env", "-C", str(self.root), *words]
         return Service(" ".join(words), command, 0, {**self._all(), **variables}, log)
 
@@ -94,7 +94,7 @@ class Running:
         return self.log.read_text()
 
     def until(self, pattern: str) -> re.Match[str] | None:
-        """Wait until a line matches, and return the match; None if the command ends first."""
+        """Wait until the output matches the pattern; return the match, or None if the command ends without a match."""
         while True:
             ended = self.process.poll() is not None
             if (match := re.search(pattern, self.output())) or ended:
@@ -110,7 +110,7 @@ class Running:
 
 @dataclass
 class Workers:
-    """Workers of Dask's scheduler, each `eckart worker` in a clone of its own."""
+    """The Dask workers of the team, each of them `eckart worker` on a machine of its own."""
 
     scheduler: str
     machines: list[Machine]
@@ -132,7 +132,7 @@ class Workers:
 
 
 class Rehearsal:
-    """The acts of the rehearsal, played one after the other."""
+    """The rehearsal: its machines, and its acts, which run one after the other."""
 
     def __init__(self, team: Team, folder: Path, default: bool) -> None:
         self.team, self.folder = team, folder
@@ -142,7 +142,7 @@ class Rehearsal:
         self.workers = Workers(team.scheduler, clones, folder)
 
     def _first(self, default: bool) -> Machine:
-        """Return the machine that runs flows: a clone of the last commit, with data and base model in the store."""
+        """Set up the machine that runs flows: a clone of the last commit. Data and model are in the object store."""
         root = self.folder / "flow"
         subprocess.run(["git", "clone", "-q", ".", str(root)], check=True)
         machine = Machine(root, self.team.environment)
@@ -219,7 +219,7 @@ class Rehearsal:
         began = time.monotonic()
         code, output = second.eckart("run")
         ran = set(re.findall(r"Task run '([^']*)' - Finished in state Executed", output))
-        # `check` compares with the champion's data, and there was no champion before
+        # `check` compares with the champion's data, so it runs again: before, there was no champion
         self.tell("and runs", began, not code and ran <= {"check"}, f"{summary(output)}: {', '.join(ran) or 'none'}")
         candidate = next(name.partition("@")[2] for name in self.flow.outputs() if name.startswith("finetune@"))
         for words in (["reproduce", candidate], ["reproduce", candidate, "--again"]):
@@ -228,7 +228,11 @@ class Rehearsal:
             self.tell(f"`eckart {' '.join(words)}`", began, not code, output.strip().splitlines()[-1])
 
     def during_a_run(self, what: str, act: Callable[[], object]) -> None:
-        """Do something while stages run, then check that the next run completes."""
+        """Call `act` while stages run, then check that the next run completes.
+
+        Args:
+            what: name of the act in the table.
+        """
         self.change()
         began, running = time.monotonic(), self.run()
         met = running.until(r"' - runs in \S*/worker-\d")
@@ -240,7 +244,7 @@ class Rehearsal:
         self.tell("the next run", began, not code, summary(output))
 
     def change(self) -> None:
-        """Change the learning rate, which makes the recovery of each candidate and its later stages stale."""
+        """Change the learning rate on all machines, so that recovery and later stages of each candidate are stale."""
         file, yaml = self.flow.root / "params.yaml", YAML()
         content = yaml.load(file.read_text())
         for name in content["study"]["recipes"]:
@@ -270,7 +274,7 @@ class Rehearsal:
         self.tell("the next promotion", began, not code, output.strip().splitlines()[-1])
 
     def a_night(self) -> None:
-        """Run the study as the schedule of `deploy/start flow` does, after a change."""
+        """Change the learning rate, then run the study as a run of the deployment that `deploy/start flow` serves."""
         self.change()
         began, log = time.monotonic(), self.folder / "night.log"
         variables = {"ECKART_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}

@@ -1,8 +1,8 @@
-"""Start the services that a team shares, on loopback: PostgreSQL, an object store, Prefect, MLflow, Dask.
+"""Start on loopback the services that a team shares: PostgreSQL, an object store, Prefect, MLflow, Dask.
 
-    python -m deploy.services    # start them, print the environment that leads to them, stop them on Ctrl-C
+    python -m deploy.services    # start them, print the environment for clients, stop them on Ctrl-C
 
-Their files are in a folder that is removed at the end. For real machines see docs/team.md.
+The services keep their files in a folder that is removed at the end. For real machines see docs/team.md.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ KEYS = {
     "AWS_DEFAULT_REGION": "us-east-1",
 }
 _KEY = "eckart:rehearsal-key"
-_PATIENCE = 180  # seconds until a service must answer
-_GRACE = 20  # seconds for a normal end
+_PATIENCE = 180  # seconds until a started service must answer
+_GRACE = 20  # seconds to end after a signal, before SIGKILL
 _PYTHON = Path(sys.executable)
 _START = Path(__file__).with_name("start")
 
 
 class NotThere(RuntimeError):
-    """A service cannot be started. The message says why."""
+    """A service does not start. The message says why."""
 
 
 @dataclass
 class Service:
-    """A process with all its children, on a port of its own."""
+    """A process, with its children, that serves a port until it is stopped."""
 
     name: str
     command: Sequence[str]
@@ -59,11 +59,15 @@ class Service:
                 env=os.environ | dict(self.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C reaches only the script, which stops its services
+                start_new_session=True,  # Ctrl-C must reach only this script, which then stops the services
             )
 
     def wait_until(self, answers: Callable[[], object]) -> None:
-        """Wait until the service answers; raise if it ends, or does not answer in time."""
+        """Wait until `answers` returns True.
+
+        Raises:
+            NotThere: the process has ended, or the service does not answer in time.
+        """
         end = time.monotonic() + _PATIENCE
         while not answers():
             if not self.process or self.process.poll() is not None or time.monotonic() > end:
@@ -84,7 +88,7 @@ class Service:
             self.process.send_signal(self.stop_signal)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE)
-        self.send(signal.SIGKILL)  # to children that are left
+        self.send(signal.SIGKILL)  # ends remaining children
         self.process.wait()
 
 
@@ -102,13 +106,13 @@ class Postgres(Service):
         self.wait_until(lambda: not self._call("pg_isready").returncode)
 
     def create(self, database: str) -> str:
-        """Make a database, and return its address."""
+        """Create a database, and return its URL."""
         if failed := self._call("createdb", "-U", "eckart", database).stderr:
             raise NotThere(failed)
         return self.address(database)
 
     def restart(self) -> None:
-        """Stop the server, with all its connections, and start it again."""
+        """Stop the server, which ends all connections, and start it again."""
         self.stop()
         self.start()
 
@@ -118,7 +122,7 @@ class Postgres(Service):
 
 
 def postgres_programs() -> Path | None:
-    """Return the folder of PostgreSQL's programs: of the newest Debian package, or of those on the path."""
+    """Return the folder of PostgreSQL's programs: the newest Debian package's, else the one on the path."""
     if debians := sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3])):
         return debians[-1].parent
     program = shutil.which("postgres")
@@ -127,14 +131,14 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """Run a new server without databases of ours.
+    """Run a new PostgreSQL server while the block runs; it has no databases of ours yet.
 
     Raises:
-        NotThere: it is not installed, or does not start.
+        NotThere: PostgreSQL is not installed, or does not start.
     """
     if not (programs := postgres_programs()):
         raise NotThere("PostgreSQL is not installed: apt-get install postgresql")
-    # Not below TMPDIR: it refuses to run as root, and another user must be able to reach the folder.
+    # In /tmp, not in TMPDIR: PostgreSQL refuses to run as root, and another user must have access to the folder.
     folder = Path(tempfile.mkdtemp(prefix="eckart-postgres-", dir="/tmp"))
     as_other: list[str] = []
     try:
@@ -148,14 +152,14 @@ def postgres() -> Iterator[Postgres]:
         if made.returncode:
             raise NotThere(made.stderr)
         port = free_port()
-        # Without fsync (-F): the data are thrown away in any case.
+        # -F: no fsync, because the data are deleted at the end.
         options = ["-h", LOOPBACK, "-p", str(port), "-c", "unix_socket_directories=", "-c", "max_connections=200", "-F"]
         server = Postgres(
             "PostgreSQL",
             [*as_other, str(programs / "postgres"), "-D", str(data), *options],
             port,
             log=folder / "log",
-            stop_signal=signal.SIGINT,  # ends open connections
+            stop_signal=signal.SIGINT,  # PostgreSQL then closes open connections
             programs=programs,
         )
         with _running(server):
@@ -173,7 +177,7 @@ def _unprivileged() -> pwd.struct_passwd:
 
 @contextmanager
 def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run moto's S3 server with these buckets, in memory, and yield it with the environment for boto3."""
+    """Run moto's S3 server, in memory, with these buckets; yield it and the environment variables for clients."""
     port = free_port()
     store = Service(
         "the object store",
@@ -191,7 +195,11 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 
 @contextmanager
 def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run Prefect's server on a database (asyncpg), and yield it with the environment for clients."""
+    """Run Prefect's server; yield it and the environment variables for clients.
+
+    Args:
+        database: URL of the database, with the driver asyncpg.
+    """
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
@@ -209,7 +217,13 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
 
 @contextmanager
 def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
-    """Run MLflow's server on a database and a place for artifacts, and yield it with its address."""
+    """Run MLflow's server; yield it and its URL.
+
+    Args:
+        database: URL of the database.
+        artifacts: URL of the place for artifacts.
+        keys: environment variables for access to the artifacts.
+    """
     settings = {
         **keys,
         "MLFLOW_HOST": LOOPBACK,
@@ -228,7 +242,7 @@ def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str])
 
 @contextmanager
 def dask(folder: Path) -> Iterator[tuple[Service, str]]:
-    """Run Dask's scheduler, and yield it with its address."""
+    """Run Dask's scheduler; yield it and its URL."""
     scheduler = _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK})
     with _running(scheduler):
         scheduler.wait_until(lambda: listens(scheduler.port))
@@ -236,7 +250,11 @@ def dask(folder: Path) -> Iterator[tuple[Service, str]]:
 
 
 def _started(word: str, folder: Path, its_port: str, settings: Mapping[str, str]) -> Service:
-    """Return a service that `deploy/start` starts, as on a team's machines, from environment variables only."""
+    """Return a service that `deploy/start WORD` runs; as on real machines, all settings are environment variables.
+
+    Args:
+        its_port: name of the variable for the port.
+    """
     port = free_port()
     path = f"{_PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**settings, its_port: str(port), "PATH": path}
@@ -254,7 +272,7 @@ def _running(service: Service) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Team:
-    """All services, and the environment for their clients."""
+    """All services of a team, and the environment variables for their clients."""
 
     database: Postgres
     store: Service
@@ -266,7 +284,7 @@ class Team:
 
 @contextmanager
 def team(folder: Path) -> Iterator[Team]:
-    """Run all services; `folder` gets their logs."""
+    """Run all services while the block runs; write their logs into `folder`."""
     with ExitStack() as stack:
         database = stack.enter_context(postgres())
         store, keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
@@ -275,7 +293,7 @@ def team(folder: Path) -> Iterator[Team]:
         orchestrator, places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
         tracking, address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
         _, scheduler = stack.enter_context(dask(folder))
-        # The registry is reached directly: locks in its database let promotions take turns.
+        # Clients use the registry's database directly, because promotions take turns with locks in it.
         registry = {"MLFLOW_TRACKING_URI": address, "MLFLOW_REGISTRY_URI": runs}
         yield Team(database, store, orchestrator, tracking, scheduler, {**keys, **places, **registry})
 

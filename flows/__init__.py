@@ -1,1 +1,1 @@
-"""Orchestration: DVC decides what is stale, Prefect runs it, MLflow mirrors it."""
+"""Orchestration of a study: DVC decides which stages are stale, Prefect runs them, MLflow shows their results."""

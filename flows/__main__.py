@@ -1,4 +1,4 @@
-"""`eckart COMMAND`, also as `python -m flows COMMAND`."""
+"""Entry point of `python -m flows COMMAND`, which does the same as `eckart COMMAND`."""
 
 from flows.cli import app
 

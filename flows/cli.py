@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """The group of all commands, each of which ends with the message of an error of ours and no traceback."""
+    """The group of all commands. On an expected error a command prints the error's message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except EckartError as error:
-            sys.exit(redaction.shown(str(error)))  # a library's message in it may hold an address with a password
+            # The message may quote a library's, and that may contain a URL with a password.
+            sys.exit(redaction.shown(str(error)))
         except OSError as error:
             if not error.filename:
                 raise
@@ -159,7 +160,7 @@ def _run(options: Options) -> None:
         torch_questions.checked_params()  # before a server is started for the flow
         damage = database.set_aside_damaged()
         terminal.doing("finding what is up to date")
-        # A server shows every run, even one with nothing to do.
+        # If there is a server, it should show every run, even one without stages to execute.
         outcomes = None if prefect_server.require() else nothing_to_do.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
@@ -171,7 +172,7 @@ def _run(options: Options) -> None:
 
 
 def _print_comparison(file: Path) -> None:
-    """Print a file of tables and sentences; a narrow terminal gets only the first columns of a table."""
+    """Print a file of tables and sentences; in a narrow terminal, cut the lines of tables to its width."""
     console, text = Console(highlight=False), file.read_text()
     wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
     if not (console.is_terminal and wide):
@@ -190,14 +191,14 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
     terminal.log_above()
     terminal.doing("starting")
-    with terminable():  # so that a SIGTERM ends the temporary server, too
+    with terminable():  # a SIGTERM must also end the temporary server
         prefect_server.use_temporary()
         return study(**options.parameters())
 
 
 @contextmanager
 def _ended_with_words() -> Iterator[None]:
-    """Say what is kept when the user interrupts or Prefect's server is lost, which also ends the process."""
+    """On Ctrl-C, or if Prefect's server is lost, say what is kept. If the server is lost, also end the process."""
     import httpx  # a slow import, not for --help
 
     try:
@@ -209,7 +210,7 @@ def _ended_with_words() -> Iterator[None]:
         cause = redaction.shown(str(error))
         print(f"Prefect's server is gone ({cause}). Finished stages are kept: start it and run again.", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # a normal exit waits minutes for Prefect to deliver each of its events
+        os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event
 
 
 @app.command()
@@ -262,7 +263,7 @@ def set_up_notifications(
         float, typer.Option(min=0.01, help="hours without a successful run before a warning is sent")
     ] = 26,
 ) -> None:
-    """Have Prefect's server send the results of a deployment's runs; `serve --notify` does it for its own."""
+    """Have Prefect's server send the results of a deployment's runs; for its own deployment `serve` has --notify."""
     settings.use_local_server()
     from flows.servers import (
         notifications,
@@ -318,10 +319,10 @@ def other_study(
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """Run all studies and print the results of each task as soon as they are there.
+    """Run all studies, and print the results of each task as soon as its seeds have run.
 
     Returns:
-        The studies as they ran, the results and the pairwise differences of each task, and the cause of each failure.
+        The studies as they ran; task → its results; task → its pairwise differences; task and seed → cause of failure.
     """
     from flows import multi_seed
     from tasks.multi_seed import seeds_table
@@ -401,7 +402,7 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 
 def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
-    """Return the command that makes the table again, in the root of any clone."""
+    """Return the command that writes the table again if somebody runs it in the root of a clone."""
     words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
         words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
@@ -477,7 +478,7 @@ def pin_inputs() -> None:
 
 @app.command()
 def push() -> None:
-    """Upload to the DVC remote all that dvc.lock and the run cache name, and inputs that are in DVC."""
+    """Upload to the DVC remote all files that dvc.lock and the run cache name, and inputs that are in DVC."""
     from flows.engine import (
         dvc_transport,  # slow imports, not for --help
         stages,
@@ -493,7 +494,7 @@ def push() -> None:
 
 @app.command()
 def pull() -> None:
-    """Download from the DVC remote what this workspace lacks; runs nothing and leaves dvc.lock as it is."""
+    """Download from the DVC remote the files that this workspace lacks; run nothing and leave dvc.lock as it is."""
     from flows.engine import (
         dvc_transport,  # slow imports, not for --help
         stages,
@@ -612,7 +613,7 @@ def ui(
         int | None, typer.Option(min=1, max=65535, help="port of MLflow's page; default: MLFLOW_PORT, or 5000")
     ] = None,
 ) -> None:
-    """Show the pages of Prefect and MLflow, on this machine only; serve them until Ctrl-C where nothing does yet."""
+    """Show the pages of Prefect and MLflow, on this machine only; start missing servers, which run until Ctrl-C."""
     from flows.servers.ui import show_pages
 
     show_pages(Console(), port, mlflow_port)

@@ -1,4 +1,4 @@
-"""Search the values of keep that meet study.goals, by running the study with more of them."""
+"""Search for the values of keep that meet study.goals: run the study again and again with further values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tasks.report.results import load_results
 
 
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
-    """Run the study again with one more keep per goal and recipe, until no keep can meet a goal more closely.
+    """Run the study with further values of keep until no other value can meet a goal more closely.
 
-    Each keep is run for all recipes, so that they can be compared at it. The keeps are written into params.yaml, so
-    that an interrupted search goes on from there.
+    Each round adds one value for each goal and recipe that can still come closer. All recipes are run at every value,
+    so that they can be compared. The values are written into params.yaml, so an interrupted search can continue.
 
     Args:
-        run: runs the study.
-        log: takes a line about the next keeps.
+        run: a function that runs the study.
+        log: a function that prints a line about the next values.
 
     Raises:
         ParamsError: study.goals is empty.

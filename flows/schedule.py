@@ -1,4 +1,4 @@
-"""Run the study on a schedule: a Prefect deployment that this process serves until it ends."""
+"""Run the study on a schedule, with a Prefect deployment that exists while this process runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
+from prefect._vendor.croniter import croniter  # Prefect's server computes times with it; the public API is async only
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
@@ -32,13 +32,13 @@ from tasks.artifacts.errors import EckartError
 log = logging.getLogger(__name__)
 
 CHANGED = "eckart.changed"
-"""The event that reports new data, parameters or code."""
-_POLL = 5.0  # seconds between two tries to reach a lost server
+"""Name of the Prefect event that says that data, parameters or code have changed."""
+_POLL = 5.0  # seconds between two attempts to reach a lost server
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
 
 class ScheduleError(EckartError):
-    """The schedule cannot be parsed. The message says what to write."""
+    """An invalid schedule. The message says what to write instead."""
 
 
 def serve(
@@ -46,16 +46,20 @@ def serve(
 ) -> None:
     """Run the study of the working directory on a schedule, one run at a time, until Ctrl-C or SIGTERM.
 
-    An event `CHANGED` of the resource `eckart.NAME` starts a run, too. Folder and Dask's scheduler are those of this
-    process; a run cannot choose them. If Prefect's server is lost, this waits for it, or restarts it if it is ours.
+    The event `CHANGED` of the resource `eckart.NAME` also starts a run. All runs use the folder and the Dask scheduler
+    of this process; a run cannot choose others. If Prefect's server is lost, this function waits for it. If this
+    function had started the server, it starts a new one.
 
     Args:
         name: name of the deployment.
         cron: minute, hour, day of month, month and day of week.
-        notify: Prefect's notification blocks that report the runs; see `notifications.set_up`.
+        promote: whether each run also promotes the best candidate.
+        notify: names of Prefect's notification blocks, through which the results of runs are sent; see
+            `notifications.set_up`.
 
     Raises:
-        EckartError: `cron` or `timezone` is invalid, no server or block can be used, or another folder has the name.
+        EckartError: `cron` or `timezone` is invalid, no server can be used, a block cannot be used, or a deployment of
+            another folder has this name.
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}
@@ -80,7 +84,7 @@ def _serve_until_lost(
     due: Callable[[datetime], datetime],
     address: str,
 ) -> bool:
-    """Serve the deployment. Return True when a signal ends that, False when Prefect's server is lost."""
+    """Serve the deployment; return True if a signal ended it, and False if Prefect's server was lost."""
     try:
         deployment_owner.check_name(name)
         set_up()
@@ -90,7 +94,7 @@ def _serve_until_lost(
             schedule=schedule,
             parameters=dict(parameters),
             description="Brings the study of params.yaml up to date.",
-            global_limit=_ONE_AT_A_TIME,  # wherever it is served
+            global_limit=_ONE_AT_A_TIME,  # counts runs on all machines
             limit=1,
             tags=[deployment_owner.tag()],
             triggers=[
@@ -103,7 +107,7 @@ def _serve_until_lost(
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
-    except Exception as error:  # Prefect raises many kinds, and groups of them
+    except Exception as error:  # Prefect raises many kinds of errors, and groups of errors
         if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
@@ -112,14 +116,17 @@ def _serve_until_lost(
 
 
 def next_run(cron: str, timezone: str, now: datetime) -> datetime:
-    """Return the time of the next run, in the schedule's time zone."""
+    """Return the time of the first run after `now`, in the schedule's time zone."""
     zone = ZoneInfo(timezone)
-    local = now.astimezone(zone).replace(tzinfo=None)  # by the wall clock, as Prefect does
+    local = now.astimezone(zone).replace(tzinfo=None)  # wall-clock time, as in Prefect
     return croniter(cron, local).get_next(datetime).replace(tzinfo=zone)
 
 
 def _announcement(name: str, due: Callable[[datetime], datetime], address: str) -> str:
-    """Say what runs when, where to watch it, and how to run it now, without showing the key of a server of ours."""
+    """Return a text for the user: when the next run starts, where to watch it, and how to start a run at once.
+
+    The text does not contain the key of a server of ours.
+    """
     now = datetime.now(UTC)
     following, place = due(now), shown(address)
     variables = how_to_reach(address) if is_ours(address) else f"PREFECT_API_URL={place}"
@@ -132,7 +139,7 @@ def _announcement(name: str, due: Callable[[datetime], datetime], address: str) 
 
 
 def _is_not_waiting(record: logging.LogRecord) -> bool:
-    """Drop what Prefect's runner logs at each poll while a run goes on and the next one waits."""
+    """Whether to keep a log record: drop the line that Prefect's runner repeats while a run waits for another."""
     return "skipped (at capacity)" not in record.getMessage()
 
 

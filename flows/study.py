@@ -1,6 +1,7 @@
-"""The study flow: one Prefect task for each stage of dvc.yaml, mirrored in MLflow."""
+"""The study flow of Prefect: it runs each stage of dvc.yaml as a task, and logs the results to MLflow."""
 
-# No `from __future__ import annotations`: Prefect evaluates those of a scheduled flow without this module's names.
+# No `from __future__ import annotations`: Prefect evaluates the annotations of a scheduled flow without this module's
+# names.
 
 import os
 import threading
@@ -41,31 +42,37 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:
     # Prefect started this process for a run of a deployment, and logs its server's address before it calls the flow.
     keep_out()
 
-# Threads only wait, for upstream stages and for a free slot; slots limit what runs. So each stage gets a thread.
+# Each stage gets a thread, which waits for upstream stages and for a free slot. The slots limit how many stages run.
 _THREADS = 256
 _RECORD_POLLS = 25
-_RECORDS = 200  # task runs that the server lists at once
+_RECORDS = 200  # the server returns at most this many task runs
 _CHANGED = "Changed"
-"""State of a run or stage whose data, parameters or code changed while it ran: no success, and not reported."""
-_NAMED = 3  # names listed of what changed
+"""Name of the state of a run or stage if its data, parameters or code changed while it ran.
+
+This is no success, and no notification is sent.
+"""
+_NAMED = 3  # names of changed files, parameters or stages that a message lists
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
-"""A function that runs a stage's command and logs its lines, here or on a worker; see stages.run."""
+"""A function (stage, command, log) that runs a stage's command, on this machine or on a worker of a cluster.
+
+It passes each line of output to `log`, and returns the seconds that the command took, or the worker's outcome.
+"""
 
 
 class StudyFailed(EckartError):
-    """Some stages failed. The message names each with its cause. Finished stages are in DVC."""
+    """Some stages failed. The message names each of them and its cause. Results of finished stages are in DVC."""
 
 
 class StudyChanged(StudyFailed):
-    """Stages failed only because their data, parameters or code changed while the study ran."""
+    """Some stages failed, all because their data, parameters or code changed while the study ran."""
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
 def stage(
     planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror", progress: Progress
 ) -> State[Outcome]:
-    """Bring one stage up to date. The name of the returned state is DVC's verdict: Cached, Restored or Executed."""
+    """Bring one stage up to date. The returned state is named after DVC's status: Cached, Restored or Executed."""
     log = get_run_logger()
 
     def warn(seconds: float) -> None:
@@ -101,20 +108,23 @@ def study(
 ) -> list[Outcome]:
     """Run the study that params.yaml of the working directory describes.
 
-    Folder and Dask's scheduler are no parameters, because anyone who may start a run could choose them: the folder is
-    the process's working directory, and the scheduler's address is its environment variable ECKART_SCHEDULER.
+    Anyone who may start a run can choose its parameters. So the folder and the Dask scheduler are not among them: the
+    folder is the working directory, and the scheduler's address is in the environment variable ECKART_SCHEDULER.
 
     Args:
-        task_runner: run stages in this workspace (threads), or on Dask's workers with a workspace each (dask).
-        promote: then make the best candidate the champion of the registry, if it passes the gates.
+        workers: number of stages that run at a time; None: as many as the cores allow.
+        timeout: seconds after which a stage is stopped; None: no limit.
+        task_runner: `threads` runs stages in this workspace; `dask` runs them on Dask workers, each with a workspace of
+            its own.
+        promote: whether to make the best candidate the champion of the registry afterwards, if it passes the gates.
 
     Raises:
-        StudyFailed: some stages failed; the others finished.
-        StudyChanged: the inputs of some stages changed while the study ran; the others finished.
+        StudyFailed: some stages failed. Their downstream stages did not run; all others finished.
+        StudyChanged: the inputs of some stages changed while the study ran.
         RegistryError: the study finished, but the registry failed.
-        EckartError: any other cause; nothing was run.
+        EckartError: there is another cause; nothing was run.
     """
-    settings.apply()  # a deployment's run starts here, without the command line
+    settings.apply()  # the run of a deployment starts here, not in the command line
     try:
         deployment_owner.check()
         installation.refresh()
@@ -133,9 +143,10 @@ def study(
 
 
 def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Promote the best candidate, and return the run's state, which notifications go by, and a sentence.
+    """Promote the best candidate; return the name of the run's state, and a sentence about the promotion.
 
-    A refusal is no failure. A champion that stays, or data that arrived while the study ran, is not reported.
+    The name decides whether a notification is sent: yes if the promotion succeeded or was refused, which is no failure.
+    No notification is sent if the champion stays, or if data, parameters or code changed while the study ran.
     """
     if changed := _changed_since(outcomes):
         return _CHANGED, _postponed(changed)
@@ -144,7 +155,7 @@ def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     try:
         conclusion = promotion()
     except Refused as refusal:
-        if not refusal.gates and (changed := _changed_since(outcomes)):  # changed just now
+        if not refusal.gates and (changed := _changed_since(outcomes)):  # the inputs changed just now
             return _CHANGED, _postponed(changed)
         return "Refused", shown(f"Not promoted: {refusal}")
     return "Promoted" if conclusion.gates else "Completed", conclusion.message
@@ -155,7 +166,7 @@ def _postponed(changed: str) -> str:
 
 
 def _changed_since(outcomes: Sequence[Outcome]) -> str:
-    """Return which data, parameters and code changed after the stages read them, in words; empty if none did."""
+    """Return in words which data, parameters and code changed after the stages had read them; empty if none did."""
     from flows.display import run_diff  # a slow import
 
     before, now = (run_diff.current("", read, complete=False) for read in (outcomes, stages.read_now()))
@@ -166,7 +177,8 @@ def _changed_since(outcomes: Sequence[Outcome]) -> str:
 
 
 def _run(options: Options) -> list[Outcome]:
-    from flows.registry import champion_data  # after settings.apply: MLflow reads some settings when imported
+    # After settings.apply, because MLflow reads some settings when it is imported.
+    from flows.registry import champion_data
     from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
@@ -211,11 +223,12 @@ def _show_on_page(
     lines: Mapping[str, Iterable[str]],
     tasks: int,
 ) -> None:
-    """Show on the run's page the comparison, or why stages failed; then wait for Prefect's records of the tasks.
+    """Show the comparison, or the causes of failures, on the run's page in Prefect; then wait for the tasks' records.
 
     Args:
-        result: the outcomes of all stages, or stage → cause of its failure.
+        result: the outcomes of all stages if the study is complete; otherwise failed stage → cause.
         lines: stage → the last lines that it printed.
+        tasks: number of tasks to wait for.
     """
     try:
         if isinstance(result, dict):
@@ -225,17 +238,17 @@ def _show_on_page(
             prefect_artifacts.comparison(study, mirror)
             prefect_artifacts.changes(study, str(flow_run.name), result)
         _await_records(str(flow_run.id), tasks)
-    except httpx.HTTPError as error:  # the results are in DVC, and MLflow may work
+    except httpx.HTTPError as error:  # go on: the results are in DVC, and MLflow may still work
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is incomplete", error)
 
 
 def _show_changes(study: str) -> None:
-    """Show what changed since the last complete run; an error here must not hide why the study failed."""
+    """Show the changes since the last complete run. Errors are only logged: they must not hide the study's failure."""
     try:
         prefect_artifacts.changes(study, str(flow_run.name), None)
     except httpx.HTTPError:
         raise
-    except Exception as error:  # DVC has many kinds of errors for files that are gone or cannot be read
+    except Exception as error:  # DVC raises many kinds of errors if a file is missing or cannot be read
         get_run_logger().warning("Cannot list the changes since the last complete run: %s", shown(str(error)))
 
 
@@ -243,7 +256,7 @@ def _show_changes(study: str) -> None:
 def _executor(
     planned: Sequence[Planned], options: Options, side_by_side: int
 ) -> Iterator[tuple[Execute, threading.Semaphore]]:
-    """Yield the function that runs stages, and the slots that limit how many run at a time; Dask limits itself."""
+    """Yield the function that runs stages, and a semaphore that limits how many run at a time, unless Dask does."""
     if options.scheduler and any(not stage.cached for stage in planned):
         with dask_runner.workers(planned, options.scheduler, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
@@ -252,13 +265,13 @@ def _executor(
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:
-    """Sort the stages by when they should start: those that need the machine alone come last."""
+    """Sort the stages into the order of their phases: see `_phases`."""
     phases = _phases(planned)
     return sorted(planned, key=lambda stage: phases[stage.name])
 
 
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
-    """Run every stage after its upstream stages; stages that need the machine alone run one after the other."""
+    """Run every stage after its upstream stages; run stages that need the whole machine one at a time."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     order = _in_order(planned)
     for position, stage in enumerate(order):
@@ -274,7 +287,7 @@ def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Out
 
 
 def _phases(planned: Sequence[Planned]) -> dict[str, int]:
-    """Return stage → phase: 0 before all stages that need the machine alone, 1 for those, 2 for what follows them."""
+    """Return stage → phase: 1 if the stage needs the whole machine, 2 if it depends on such a stage, else 0."""
     phases: dict[str, int] = {}
     for stage in planned:  # upstream first
         after = 2 if any(phases[name] for name in stage.upstream) else 0
@@ -283,9 +296,10 @@ def _phases(planned: Sequence[Planned]) -> dict[str, int]:
 
 
 def _await_records(flow_run_id: str, tasks: int) -> None:
-    """Wait a few seconds until Prefect's server has stored how every task ended.
+    """Wait, for a few seconds at most, until Prefect's server has stored the final state of every task.
 
-    It learns that from events, which arrive later, and a temporary server stops as soon as the flow has ended.
+    The states reach the server as events, some time after the tasks ended. Without the wait a temporary server would
+    stop, right after the flow, before they arrive.
     """
     ended = TaskRunFilter.model_validate({"state": {"type": {"any_": [kind.value for kind in TERMINAL_STATES]}}})
     this = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
@@ -299,7 +313,7 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
 def _causes(states: Mapping[str, State[Outcome]]) -> dict[str, str]:
     """Return stage → cause of its failure."""
     failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
-    # messages of our stages begin with their name, those of shell commands do not
+    # messages of our own stages begin with the stage's name, and messages of shell commands do not
     return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
 
 

@@ -1,1 +1,1 @@
-"""Display of a study, while it runs and after it has ended."""
+"""Display of a study: its progress in the terminal, and its results on the run's page in Prefect."""

@@ -1,4 +1,4 @@
-"""Artifacts on a run's page in Prefect: the comparison, changes since the last run, failures, and promotion gates."""
+"""Tables and texts (artifacts) for a run's page in Prefect: comparison, changes since the last run, failures, gates."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tasks.report.choose_candidate import Gate
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
-_ROWS = 100  # shown of each kind of change
+_ROWS = 100  # largest number of changes of one kind that are listed
 
 
 def comparison(study: str, mirror: Mirror) -> None:
-    """Show the comparison as a table, each candidate linked with its run in MLflow."""
+    """Show the comparison of the candidates as a table, with links to their runs in MLflow."""
     with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     table = []
@@ -42,10 +42,11 @@ def comparison(study: str, mirror: Mirror) -> None:
 
 
 def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
-    """Show what changed since the last complete run; a complete run is then kept as the last one.
+    """Show what changed since the last complete run; if this run is complete, keep it for the next comparison.
 
     Args:
-        outcomes: those of all stages; None if the run is not complete.
+        run: name of this run.
+        outcomes: outcomes of all stages; None if the run is not complete.
     """
     from flows.display import run_diff  # a slow import
 
@@ -65,7 +66,12 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
 
 
 def failure(study: str, causes: Mapping[str, str], lines: Mapping[str, Iterable[str]]) -> None:
-    """Show each stage that failed, with its cause and its last lines."""
+    """Show the failed stages.
+
+    Args:
+        causes: failed stage → cause.
+        lines: stage → the last lines that it printed.
+    """
     parts = [
         f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.get(name, ())) + "\n~~~~" for name, cause in causes.items()
     ]
@@ -73,12 +79,12 @@ def failure(study: str, causes: Mapping[str, str], lines: Mapping[str, Iterable[
 
 
 def gates(model: str, decision: str, checked: Sequence[Gate]) -> None:
-    """Show the gates of a promotion and the decision."""
+    """Show the gates of a promotion of `model`, and the decision in words."""
     _markdown(f"{decision}\n\n{gate_table(checked)}", f"promotion-{_slug(model)}")
 
 
 def gate_table(checked: Sequence[Gate]) -> str:
-    """Return the gates as a table in markdown."""
+    """Return the gates as a Markdown table."""
     return _table(pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""]))
 
 
@@ -108,10 +114,10 @@ def _markdown(text: str, key: str) -> None:
 
 
 def _short(number: str) -> str:
-    """Return a count as it is, any other number with four digits, and an empty cell as it is."""
+    """Shorten the text of a number to four digits; leave counts and empty cells unchanged."""
     return number if number.isdigit() or not number else f"{float(number):.4g}"
 
 
 def _slug(name: str) -> str:
-    """Return a name as a key of an artifact: lower-case letters, digits and dashes."""
+    """Turn a name into a valid key of an artifact: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""The progress of a study: which stages run, how far each is, and how long the rest may take."""
+"""The progress of a study: the running stages, their steps, and an estimate of the time that is left."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flows.engine.stages import Outcome, Planned
 
 _STEPS = re.compile(r"(?<!\S)(\d+)/([1-9]\d*)(?!\S)")
 _TRACEBACK = "Traceback (most recent call last):"
-_LINES = 20  # kept of each stage
-_PER_SECOND = 2  # drawings
-_PERIOD = 600  # seconds of a training's steps that its time left is estimated from
+_LINES = 20  # last lines of output that are kept for each stage
+_PER_SECOND = 2  # how often the display is redrawn
+_PERIOD = 600  # the time left of a training is estimated from its steps in the last 600 seconds
 
 
 class _Elapsed(rich.progress.ProgressColumn):
-    """The time since a row was added, whatever became of its steps."""
+    """A column with the time since the row was added. A reset of the row's steps does not change it."""
 
     def render(self, task: rich.progress.Task) -> Text:
         return Text(duration(task.get_time() - task.fields["begun"]))
 
 
 def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> rich.progress.Progress:
-    """Return a display, not started, with a row for the study and one for each stage that runs."""
+    """Return a live display, not started yet, for a row of the study and one row for each running stage."""
     text = Column(no_wrap=True)
     return rich.progress.Progress(
         rich.progress.TextColumn("{task.description}", markup=False, table_column=text),
@@ -50,14 +50,14 @@ def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> r
 
 
 class Progress:
-    """The progress of a study, drawn in a rich display. Its methods may be called from many threads.
+    """The progress of a study, drawn in a live display. All methods are thread-safe.
 
     Args:
         stages: all stages of the study.
-        workers: how many of them run side by side.
+        workers: number of stages that run at a time.
         before: stage → seconds that it took in an earlier run, maybe with other parameters.
-        bars: the display; without one nothing is drawn.
-        note: takes a line about what has just happened, such as the end of a stage.
+        bars: the live display; None: draw nothing.
+        note: a function that prints a line about an event, such as the end of a stage.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Progress:
         """Stage → the last lines that it printed."""
         self._last_lines: dict[str, str] = {}
         self._tracebacks: dict[str, list[str]] = defaultdict(list)
-        self._quarters: dict[str, int] = {}  # of a training's steps, as logged last
+        self._quarters: dict[str, int] = {}  # quarter of a training's steps that was logged last
         self._done: set[str] = set()
         self._failed: set[str] = set()
         self._guard = threading.RLock()
@@ -99,9 +99,9 @@ class Progress:
                 self._bars.remove_task(row)
 
     def heard(self, name: str, line: str) -> bool:
-        """Show a line that a stage printed, and return whether it is worth a line in a log.
+        """Show a line that a stage printed, and return whether it should also be logged.
 
-        Of a training's steps one line a quarter is.
+        A line that reports a step of a training is logged only if it is the first one of a quarter of the steps.
         """
         with self._guard:
             self.lines[name].append(line)
@@ -122,7 +122,7 @@ class Progress:
             return not steps or now != before
 
     def done(self, outcome: Outcome) -> None:
-        """Count a stage that is up to date."""
+        """Count a stage as done, and print how long its command took if it was executed."""
         with self._guard:
             self._done.add(outcome.stage)
             if outcome.seconds is not None:
@@ -134,7 +134,7 @@ class Progress:
             self.note(f"{outcome.stage} took {duration(outcome.seconds or 0)}{place}{f': {line}' if line else ''}")
 
     def failed(self, name: str, cause: str) -> None:
-        """Count a stage that failed, and all that need it, which will not run."""
+        """Count a stage as failed, and the stages that depend on it, which will not run; print the cause."""
         with self._guard:
             self._failed.add(name)
             for stage in self._stages:
@@ -151,9 +151,13 @@ class Progress:
         self._bars.update(self._study, completed=len(self._done), line=", ".join(parts))
 
     def time_left(self) -> tuple[float, bool]:
-        """Estimate the seconds until all stages are done, and whether all stages are known by their like.
+        """Estimate the seconds until all stages are done.
 
-        The work that is left, shared by the workers; a stage that must run alone adds all of its time.
+        Stages that need the whole machine count in full. The time of all others is divided by the number of workers,
+        but it is at least that of the longest stage.
+
+        Returns:
+            The seconds, and whether every stage could be estimated. If not, the seconds are a lower bound.
         """
         with self._guard:
             waiting = [stage for stage in self._stages if stage.name not in self._done | self._failed]
@@ -164,11 +168,11 @@ class Progress:
         return seconds, None not in left.values()
 
     def _left(self, stage: Planned) -> float | None:
-        """Return the seconds that a stage still takes, or None if none like it was ever timed."""
+        """Estimate the seconds until a stage is done; None if neither it nor a similar stage was ever timed."""
         running = stage.name in self._rows
         if running and (by_steps := self._task(stage.name).time_remaining) is not None:
             return by_steps
-        if (stage.twin or stage.cached) and not running:  # another's result is taken
+        if (stage.twin or stage.cached) and not running:  # its result is there, or will be copied from its twin
             return 0.0
         expected = expected_seconds(stage.name, self._took, self._before)
         if expected is None or not running:
@@ -180,17 +184,17 @@ class Progress:
 
 
 def steps_of(line: str) -> tuple[int, int] | None:
-    """Return the steps done and in all that a line names: 114 and 375 in `step 114/375  loss 0.42`."""
+    """Return the finished steps and all steps that a line reports: 114 and 375 for `step 114/375  loss 0.42`."""
     match = _STEPS.search(line)
     return (int(match[1]), int(match[2])) if match and int(match[1]) <= int(match[2]) else None
 
 
 def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
-    """Return how long a stage took before, else the mean of the same stage of other candidates, else None.
+    """Estimate the seconds that a stage takes: its own time before, else the mean over other candidates, else None.
 
     Args:
-        took: stage → seconds, in this run.
-        before: stage → seconds, in an earlier run.
+        took: stage → seconds in this run.
+        before: stage → seconds in an earlier run.
     """
     if name in before:
         return before[name]
@@ -202,7 +206,7 @@ def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, 
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as a person says it: 8 s, 4 min 12 s, 2 h 5 min."""
+    """Return a duration as text, such as 8 s, 4 min 12 s or 2 h 5 min."""
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
@@ -211,6 +215,6 @@ def duration(seconds: float) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Return an estimated duration: to ten seconds below a minute, to a minute below an hour, else to ten minutes."""
+    """Return a rounded duration as text: in tens of seconds, from 1 min in minutes, from 1 h in tens of minutes."""
     unit = 10 if seconds < 55 else 60 if seconds < 3570 else 600
     return duration(unit * max(1, round(seconds / unit))).removesuffix(" 0 s").removesuffix(" 0 min")

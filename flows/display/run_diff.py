@@ -1,7 +1,7 @@
-"""Changes since the last complete run of the study: of parameters, data, code and metrics.
+"""Find the parameters, data, code and metrics that changed since the last complete run of the study.
 
-`dvc diff` compares commits, but many nightly runs may lie between two of those. So the inputs and metrics of the last
-complete run are kept in the workspace.
+`dvc diff` compares commits, but there may be many nightly runs between two commits. So the inputs and metrics of the
+last complete run are kept in a file of the workspace.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ if TYPE_CHECKING:
     from flows.engine.stages import Outcome, Reads
 
 LAST = Path(".eckart/last_run.json")
-"""The last complete run. No stage reads or writes this file."""
-_CODE = "code."  # keys of resolved.yaml: digests of code, by stage
-_RESOLVED = (str(PARAMS), str(CODE), *PACKAGES)  # named by the values and digests that follow from them
+"""File with the last complete run. No stage reads or writes it."""
+_CODE = "code."  # beginning of the names in resolved.yaml that have digests of code: code.STAGE
+_RESOLVED = (str(PARAMS), str(CODE), *PACKAGES)  # not listed as data: their contents are listed as parameters and code
 _DIGITS = 10
 _METRICS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "bytes", "speedup")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The inputs and metrics of a run of the study."""
+    """Inputs and metrics of a run of the study."""
 
     name: str
-    """Its name in Prefect, and when it ended."""
+    """The run's name in Prefect, and when it ended."""
     params: dict[str, Any]
-    """Dotted name → value, of all parameters that stages read."""
+    """Dotted name of a parameter that a stage reads → its value."""
     data: dict[str, str]
-    """Path → start of DVC's digest, of all files that stages read and none wrote."""
+    """Path of a file that a stage reads and no stage writes → start of DVC's digest."""
     code: dict[str, str]
-    """Stage → start of the digest of its code; and the git revision."""
+    """Stage → start of the digest of its code. The git revision is another entry."""
     metrics: dict[str, float]
-    """Candidate and column of the comparison → number; empty if the run is not complete."""
+    """Name of a candidate and a column of the comparison → number; empty if the run is not complete."""
 
 
 def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = True) -> Run:
-    """Return the run that has just ended in the working directory, with all its stages."""
+    """Return the inputs and metrics of the run that has just ended in the working directory.
+
+    Args:
+        stages: the inputs and outputs of all stages.
+        complete: whether all stages are up to date; if not, the metrics are left out.
+    """
     params = flatten({key: value for stage in stages for key, value in stage.params.items()})
     written = {path for stage in stages for path in stage.outs}
     read = {path: md5 for stage in stages for path, md5 in stage.deps.items()}
@@ -66,7 +71,7 @@ def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bo
 
 
 def load() -> Run | None:
-    """Return the run that was kept last; None if there is none that can be read."""
+    """Return the last complete run; None if none was kept or its file cannot be read."""
     try:
         return TypeAdapter(Run).validate_json(LAST.read_bytes())
     except (OSError, ValueError):
@@ -74,14 +79,14 @@ def load() -> Run | None:
 
 
 def keep(run: Run) -> None:
-    """Keep a run for the next one to compare with; do nothing if the disk is full."""
+    """Keep a complete run, so that the next run can be compared with it. Errors of the disk are ignored."""
     with suppress(OSError):
         LAST.parent.mkdir(exist_ok=True)
         LAST.write_text(json.dumps(asdict(run)))
 
 
 def changes(before: Run, now: Run) -> dict[str, list[tuple[str, Any, Any]]]:
-    """Return kind → (name, value before, value now) of all that differs; None stands for what is missing."""
+    """Return the differences: kind (params, data, …) → (name, value before, value now); a missing value is None."""
     names = ("params", "data", "code", *(["metrics"] if now.metrics else []))
     kinds = {kind: _differing(getattr(before, kind), getattr(now, kind)) for kind in names}
     return {kind: rows for kind, rows in kinds.items() if rows}

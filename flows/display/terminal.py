@@ -1,7 +1,7 @@
-"""The console of a run: on a terminal a live display of the running stages, elsewhere plain log lines.
+"""Console output of a run: a live display of the running stages on a terminal, else plain log lines.
 
-On a terminal, lines above the display name only what ended, failed or needs a look. Prefect's page of the run always
-has every line of every stage.
+The lines above the live display only report ended stages, failures and warnings. The run's page in Prefect always has
+all lines of all stages.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from flows.display.progress import Progress, new_bars
 from flows.engine.stages import Planned
 
 QUIET = {"eckart_quiet": True}
-"""`extra` of a log record that Prefect's page shows and the console does not."""
+"""Argument `extra` of a log call whose record is shown on Prefect's page but not on the console."""
 
-_DOUBLED = ("dvc", "dvc_data", "dvc_objects")  # loggers with a console of their own, whose lines the root prints, too
-_BARS = ("dvc.progress", "dvc_data.callbacks")  # loggers whose level decides whether DVC draws bars of its own
+# Loggers with handlers of their own, so that the root logger prints their lines a second time.
+_DOUBLED = ("dvc", "dvc_data", "dvc_objects")
+_BARS = ("dvc.progress", "dvc_data.callbacks")  # the levels of these loggers decide whether DVC draws progress bars
 
 _bars: rich.progress.Progress | None = None
 
 
 @contextmanager
 def terminal() -> Iterator[None]:
-    """Draw a live display while the block runs, if standard error is a terminal; it is erased at the end."""
+    """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end."""
     console = Console(stderr=True, highlight=False)
     if not (sys.stderr.isatty() and console.is_interactive):
         yield
@@ -46,21 +47,21 @@ def terminal() -> Iterator[None]:
 
 
 def doing(words: str) -> None:
-    """Show what a run does before its stages, on a terminal only."""
+    """Show in the live display, if there is one, what the run does before or after its stages."""
     if _bars:
         _clear(_bars)
         _bars.add_task(words, total=None, line="", begun=_bars.get_time())
 
 
 def _clear(bars: rich.progress.Progress) -> None:
-    for row in bars.task_ids:  # hidden and not removed: a stage that is being killed still writes to its row
+    for row in bars.task_ids:  # hidden, not removed: a stage that is being killed still updates its row
         bars.update(row, visible=False)
 
 
 def log_above() -> None:
-    """Log above the live display, if there is one, until the process ends.
+    """Print logged warnings and errors above the live display, if there is one, until the process ends.
 
-    Call it after Prefect and DVC are imported, which set up consoles of their own.
+    Call this function after Prefect and DVC are imported, because they set up log handlers when imported.
     """
     if _bars:
         logging.getLogger().handlers = [_Above(_bars.console)]
@@ -70,10 +71,10 @@ def log_above() -> None:
 
 @contextmanager
 def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) -> Iterator[Progress]:
-    """Show the progress of a study: in the live display if there is one, else by log lines, each printed once.
+    """Show the progress of a study while the block runs: in the live display if there is one, else as log lines.
 
     Args:
-        stages, workers, before: as `Progress` takes them.
+        stages, workers, before: see `Progress`.
     """
     if bars := _bars:
         _clear(bars)
@@ -83,7 +84,7 @@ def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) 
         try:
             yield progress
         finally:
-            progress.note = _ignore  # what stages that are killed now still say
+            progress.note = _ignore  # drops the last lines of stages that are being killed
             doing("finishing")
         return
     with _quiet_console():
@@ -96,7 +97,7 @@ def _ignore(line: str) -> None:
 
 @contextmanager
 def _quiet_console() -> Iterator[None]:
-    """Keep quiet records off the console, and lines that two loggers would print."""
+    """While the block runs, keep off the console all `QUIET` records, and second copies of lines."""
     handlers = logging.getLogger().handlers
     own = {name: logging.getLogger(name).handlers for name in _DOUBLED}
     for handler in handlers:
@@ -113,7 +114,7 @@ def _quiet_console() -> Iterator[None]:
 
 
 class _Above(logging.Handler):
-    """Print warnings and errors above the live display."""
+    """A log handler that prints warnings and errors above the live display."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -131,7 +132,10 @@ class _Above(logging.Handler):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Leave out what Prefect says of a run's end, which `Progress` and the command say better; keep tracebacks."""
+    """Whether to keep a log record: drop Prefect's messages about failed runs, which are shown in another form.
+
+    Records with a traceback are kept.
+    """
     of_a_state = record.name in ("prefect.flow_runs", "prefect.task_runs") and record.levelno >= logging.ERROR
     return not of_a_state or bool(record.exc_info and record.exc_info[0])
 

@@ -1,1 +1,1 @@
-"""The process environment of a run: settings, redaction of secrets, runs that crashed."""
+"""Environment of a run: settings of the libraries, redaction of secrets, and marking of crashed runs."""

@@ -1,4 +1,4 @@
-"""Keep passwords and tokens out of logs, messages and tracebacks."""
+"""Remove passwords and tokens from logs, messages and tracebacks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from types import TracebackType
 from typing import Any
 
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
-"""Ends of the names of environment variables that hold secrets, such as HF_TOKEN."""
-_SHORTEST = 8  # characters of a secret; hiding shorter ones would hide ordinary words
+"""An environment variable holds a secret if its name ends with one of these, for example HF_TOKEN."""
+_SHORTEST = 8  # characters; shorter values are not hidden, because they may be ordinary words
 
 
 def keep_out() -> None:
-    """Keep secrets out of all that this process logs, and out of the traceback that ends it."""
+    """Remove secrets from everything that this process logs from now on, and from the traceback if it crashes."""
     if not isinstance(make := logging.getLogRecordFactory(), _RedactingFactory):
         logging.setLogRecordFactory(_RedactingFactory(make))
     sys.excepthook = _print_redacted
 
 
 def shown(text: str) -> str:
-    """Return an address or any text without the user names, passwords and tokens in it."""
+    """Return a text, such as a URL or an error message, without the user names, passwords and tokens in it."""
     text = re.sub(r'://[^\s/"<>]*@', "://", text)
     for name, value in os.environ.items():
         if name.endswith(_SECRETS) and len(value) >= _SHORTEST:
@@ -33,7 +33,7 @@ def shown(text: str) -> str:
 
 
 class _RedactingFactory:
-    """Make log records without secrets, whichever library logs them and whatever handles them."""
+    """A factory of log records that removes secrets, whichever library logs the record."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self.make = make
@@ -42,7 +42,7 @@ class _RedactingFactory:
         record = self.make(*args, **kwargs)
         try:
             message = record.getMessage()
-        except Exception:  # arguments that do not fit the message: the handler reports it
+        except Exception:  # the arguments do not fit the message; the handler reports that
             return record
         if (redacted := shown(message)) != message:
             record.msg, record.args = redacted, None

@@ -1,1 +1,1 @@
-"""Promotion of the best candidate to the champion of the model registry."""
+"""Promotion: a candidate that passes all gates becomes the champion of the model registry."""

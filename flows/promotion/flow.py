@@ -1,4 +1,4 @@
-"""The promotion flow: make the study's candidate the champion of the registry if it passes the gates."""
+"""The promotion flow of Prefect: it makes a candidate the champion of the model registry if it passes the gates."""
 
 from __future__ import annotations
 
@@ -38,34 +38,35 @@ from tasks.report.choose_candidate import Gate
 from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
-"""Tag: DVC's digest of the test examples that a version was gated on."""
+"""Tag: DVC's digest of the test examples on which a version went through the gates."""
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The outcome of a promotion that was not refused."""
+    """Result of a promotion that was not refused."""
 
     message: str
     gates: tuple[Gate, ...]
-    """Empty where the candidate was the champion already."""
+    """The gates, all passed; empty if the candidate already was the champion."""
 
 
 @flow(name="promotion", persist_result=False)
 def promotion(again: bool = False, first: bool = False, candidate: str | None = None) -> Conclusion:
-    """Promote a candidate of the study, a finished one, that params.yaml of the working directory describes.
+    """Promote a candidate of the finished study in the working directory, if it passes the gates.
 
     Args:
-        candidate: its name; None: the best on validation examples within the limits, which the report names.
-        again: promote it even if it was rolled back.
-        first: make it the first champion of a registry that has none, although the workspace has had one.
+        candidate: name of the candidate; None: the one that the report names, which is the best on the validation
+            examples within the limits of params.yaml.
+        again: whether to promote the candidate even if it was rolled back before.
+        first: whether to accept a registry without a champion, although this workspace has had a champion.
 
     Raises:
-        Refused: nothing was promoted; the champion has not changed.
+        Refused: the candidate was not promoted; the champion has not changed.
         OtherWorkspace: the run's deployment belongs to another folder.
-        RegistryError: the registry failed; the next promotion finishes or undoes what was begun.
+        RegistryError: the registry failed. The next promotion finishes or undoes an unfinished change.
         ParamsError: params.yaml has mistakes.
     """
-    settings.apply()  # a deployment's run begins here
+    settings.apply()  # the run of a deployment starts here, not in the command line
     try:
         deployment_owner.check()
         stages.check_workspace()
@@ -79,11 +80,12 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
 
 
 def rollback() -> str:
-    """Go back to the version that the champion replaced; return a message.
+    """Make the version that the champion replaced the champion again; return a message for the user.
 
     Raises:
-        NothingBefore: there is none; the champion stays.
-        SmokeFailed: it does not answer, or the champion of an earlier promotion did not and was taken back.
+        NothingBefore: there is no such version; the champion stays.
+        SmokeFailed: that version does not answer. Or an interrupted promotion had set a champion that does not answer,
+            and that promotion was undone.
     """
     with versions.connected(validation.typed_section("promotion").model) as models:
         models.settle()
@@ -106,7 +108,7 @@ def _terms() -> Terms:
 
 
 def _promoted(terms: Terms, again: bool, first: bool, name: str | None) -> Conclusion:
-    """Promote a candidate, and show its gates on the run's page."""
+    """Promote a candidate, and show its gates on the run's page in Prefect."""
     try:
         conclusion = _promote(terms, again, first, name)
     except Refused as refusal:
@@ -120,7 +122,7 @@ def _show(terms: Terms, decision: str, checked: Sequence[Gate]) -> None:
     try:
         if checked:
             prefect_artifacts.gates(terms.wanted.model, decision, checked)
-    except httpx.HTTPError as error:  # the registry has them, too
+    except httpx.HTTPError as error:  # the gates are also in the registry
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
@@ -148,7 +150,7 @@ def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Con
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Conclusion:
-    """Gate the version against the champion, make it the champion, and write the outcome on it."""
+    """Check the gates of a version, make it the champion if it passes, and store the outcome in the registry."""
     passed: tuple[Gate, ...] = ()
     try:
         while True:
@@ -173,15 +175,15 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 
 
 def choose(name: str | None = None) -> Recorded:
-    """Return the candidate of that name, or the one that `tasks.report.choose_candidate.choose` chose for the report.
+    """Return the named candidate; without a name, the one that `tasks.report.choose_candidate.choose` chose.
 
-    Validation examples choose; the test examples are not looked at before the gates.
+    That choice uses the validation examples only. The test examples are first used by the gates.
 
     Raises:
-        Refused: stages are not up to date, there is no such candidate, or none is within the limits.
+        Refused: stages are not up to date, there is no such candidate, or no candidate is within the limits.
     """
     planned = nothing_to_do.plan()
-    # The report only shows the choice: new limits count before it is made again.
+    # The stage `compare` may be stale: the report only shows the choice, and new limits apply without a new report.
     if stale := [stage.name for stage in planned if not stage.cached and stage.name != "compare"]:
         listed = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({listed}): run `eckart run` first")
@@ -218,10 +220,13 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:
-    """Return the version with the candidate's files as the challenger; create it if there is none yet.
+    """Give the candidate's version the alias `challenger`; create the version if it does not exist yet.
+
+    Returns:
+        The number of the version.
 
     Raises:
-        Refused: it was rolled back, and `again` is False.
+        Refused: the version was rolled back, and `again` is False.
     """
     run, experiment = models.origin(terms.study, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
@@ -246,7 +251,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
 
 
 def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, str]:
-    """Return tags of a version's origin: the study, MLflow's run, data and models, DVC and git."""
+    """Return tags that say how a version was made: study, run in MLflow, data, models, DVC stages, git revision."""
     return {
         "eckart.study": terms.study,
         "eckart.candidate": candidate.name,
@@ -260,10 +265,10 @@ def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, st
 def gate(
     models: Registry, terms: Terms, candidate: Recorded, version: str, champion: ModelVersion | None
 ) -> tuple[Gate, ...]:
-    """Measure the version and the champion from the registry's files, and return the gates.
+    """Download the version and the champion from the registry, score both, and return the gates.
 
     Raises:
-        Refused: a gate is not passed, the champion cannot be compared with, or the version does not answer.
+        Refused: a gate is not passed, the champion cannot be scored, or the version gives wrong answers when served.
     """
     name = f"{candidate.name} (version {version})"
     with tempfile.TemporaryDirectory() as folder:
@@ -290,10 +295,14 @@ def _called(champion: ModelVersion, candidate: Recorded) -> str:
 
 
 def _smoke(version: Path, expected: Sequence[Answers]) -> None:
-    """Check that the version, a folder, answers what the scored model answered.
+    """Check that the served version gives the same answers as the model that was scored.
 
-    (choice) Of summaries only most must be the same: rounding may decide between two equally likely tokens, and with
-    them all that follow.
+    (choice) For summaries, more than half of the answers must be the same: rounding may decide between two equally
+    likely tokens, which changes all later tokens.
+
+    Args:
+        version: the folder of the version's files.
+        expected: the answers of the scored model to `gates.questions`.
     """
     answers = ask(str(version), gates.questions())
     differing = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
@@ -303,12 +312,15 @@ def _smoke(version: Path, expected: Sequence[Answers]) -> None:
 
 
 def _same(answer: Mapping[str, Any], wanted: Answers) -> bool:
-    """Whether an answer has all wanted values; it may have more."""
+    """Whether an answer has all wanted values; it may have further ones."""
     return all(_alike(answer[column], value) for column, value in wanted.items())
 
 
 def _alike(answer: Any, wanted: Any) -> bool:
-    """Whether two values agree to a hundredth (choice): other padding moves a loss in bfloat16 by thousandths."""
+    """Whether two values are equal, or two numbers almost equal.
+
+    (choice) A difference of a hundredth is allowed: other padding changes a loss in bfloat16 by some thousandths.
+    """
     if isinstance(wanted, float) and isinstance(answer, float):
         return math.isclose(answer, wanted, rel_tol=1e-2, abs_tol=1e-2)
     if isinstance(wanted, list) and isinstance(answer, list):
@@ -319,7 +331,7 @@ def _alike(answer: Any, wanted: Any) -> bool:
 def _write_down(
     models: Registry, terms: Terms, candidate: Recorded, version: str, checked: Sequence[Gate], decision: str
 ) -> None:
-    """Write the gates on the version, for programs and for people; the registry adds the outcome."""
+    """Store gates and decision with the version: in tags for programs, and in its description for people."""
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,

@@ -1,4 +1,4 @@
-"""The gates of a promotion: score the candidate and the champion again, and hold each number against its limit."""
+"""The gates of a promotion: score candidate and champion again on the test examples, and compare with the limits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tasks.scoring.bootstrap import resampled, standard_error
 
 TEST = SPLITS / "test.parquet"
 SMOKED = 8
-"""Number of test examples to which a version must give the scored model's answers."""
+"""Number of test examples on which the served version must give the same answers as the scored model."""
 
-_LONGEST = 2000  # characters of a running text that a version is asked about
-_UNBOUNDED_DIFFERENCE = 1e-3  # from the record, ÷ the record
+_LONGEST = 2000  # characters of a running text that are sent to a served version
+_UNBOUNDED_DIFFERENCE = 1e-3  # allowed difference from the recorded metric ÷ the recorded metric
 
 
 class Refused(EckartError):
-    """Nothing was promoted; the message says which number failed by how much, or the other reason."""
+    """A promotion was refused. The message names the numbers that are beyond their limits, or another reason."""
 
     def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class Refused(EckartError):
 
 @dataclass(frozen=True)
 class Terms:
-    """The parameters of a promotion."""
+    """Settings of a promotion."""
 
     study: str
     metric: MetricName
@@ -53,28 +53,28 @@ class Terms:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A candidate as the study recorded it."""
+    """A candidate of the study, with the recorded results of its stages."""
 
     name: str
     content: str
-    """DVC's digest of its folder."""
+    """DVC's digest of the candidate's folder."""
     test: str
     """DVC's digest of the test examples."""
     metric: float
-    """On the test examples."""
+    """The candidate's metric on the test examples."""
     teacher: float
     """The original model's metric on the test examples."""
     validation: Measured
-    """What was measured with the metric on the validation examples, which choose."""
+    """Measurements for the limits of params.yaml, with the metric on the validation examples."""
     outcomes: tuple[Outcome, ...]
-    """The results of its own stages."""
+    """Results of the candidate's own stages."""
     inputs: dict[str, str]
-    """The data and models that it was made from: path → DVC's digest."""
+    """Data and models that the candidate was made from: path → DVC's digest."""
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The files and the name of the model to replace."""
+    """The present champion: its files, and its name in messages."""
 
     files: Path
     name: str
@@ -83,16 +83,18 @@ class Champion:
 def measure(
     files: Path, candidate: Recorded, champion: Champion | None, terms: Terms
 ) -> tuple[list[Gate], list[Answers]]:
-    """Score the candidate and the champion on the test examples, as the stages do.
+    """Score the candidate and the champion on the test examples, as the stages score models.
 
     Args:
-        files: the candidate's files in the registry.
+        files: the candidate's files, downloaded from the registry.
+        candidate: the results that the study recorded.
+        champion: the champion; None if the registry has none.
 
     Returns:
         All gates, and the candidate's answers to `questions`.
 
     Raises:
-        Refused: the files or the test examples are not those of the study, or the champion cannot be scored.
+        Refused: the files or the test examples differ from the study's, or the champion cannot be scored.
     """
     if digest(TEST) != candidate.test:
         raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
@@ -100,7 +102,7 @@ def measure(
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
-    # As the stages compute, whose number of threads decides the last bits.
+    # Compute as the stages do: the number of threads changes the last bits of a sum.
     torch.set_num_threads(terms.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     quiet()
@@ -117,7 +119,7 @@ def measure(
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
-    """Return the candidate's new score, on the examples on which the study scored the original model."""
+    """Return the candidate's measurements, with metrics and standard error of the test examples."""
     rows = read_rows(Path(), DENSE[0], "dense")
     return replace(
         candidate.validation,
@@ -128,13 +130,13 @@ def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
 
 
 def _error(task: Task, ours: pd.DataFrame, theirs: pd.DataFrame) -> float:
-    """Return the standard error of the difference of two models, from their results on the same examples."""
+    """Return the standard error of the difference of two models' metrics, given their results on the same examples."""
     drawn = resampled(task, {"ours": ours, "theirs": theirs})
     return standard_error(drawn["ours"] - drawn["theirs"])
 
 
 def questions() -> pd.DataFrame:
-    """Return the first test examples without their labels, as a version's input."""
+    """Return the input for a served version: the first test examples, without labels."""
     return _smoked(load_task()).drop(columns="label", errors="ignore")
 
 
@@ -153,17 +155,23 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
 
 
 def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
-    """Compare the metric with the record: the files are equal, and this gate shows that so is the code that runs them.
+    """Return the gate that compares the metric with the one that the study recorded.
 
-    Another processor rounds sums differently, and some do so with another alignment of memory. That may flip an example
-    whose two likeliest classes are even. An example moves an accuracy by 1 ÷ examples, and an F1 by about twice that.
-    It moves an exact match, a ROUGE or an F1 of answers, which are means over the examples, by 1 ÷ examples at most,
-    even where one other token changes all that follow; and an accuracy of tokens by less. A correlation moves by far
-    less, because no example is on an edge.
+    The files are the same, so this gate checks that the code that runs them computes the same. (choice) The metric may
+    differ by 2 ÷ examples. Another processor, or another alignment of memory, rounds sums differently, and that may
+    change the answer to an example with two equally likely classes. One such example changes an accuracy by
+    1 ÷ examples, and an F1 by about 2 ÷ examples. Exact match, ROUGE and the F1 of answers are means over the examples.
+    They change by 1 ÷ examples at most, even if another token changes all later tokens. An accuracy of tokens changes
+    by less. A correlation changes by far less, because there is no border between classes.
 
-    A perplexity is the exponential of a mean loss, so that rounding in the loss multiplies it: its limit is relative.
-    (choice) A thousandth is far above the rounding of single precision, and below a notable difference between two
-    candidates.
+    A perplexity is the exponential of a mean loss: rounding of the loss multiplies the perplexity, so its limit is
+    relative. (choice) A thousandth is far above the rounding of single precision, and below a notable difference
+    between two candidates.
+
+    Args:
+        metric: the candidate's metric, computed now.
+        recorded: the metric in the study's records.
+        rows: number of test examples.
     """
     difference, allowed = abs(metric - recorded), 2 / rows
     if not METRICS[terms.metric].bounded:
@@ -174,9 +182,11 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
-    """Return the gate of the gain over the champion, whose metric on the same examples is `theirs`.
+    """Return the gate that compares the candidate with the champion.
 
     Args:
+        metric: the candidate's metric.
+        theirs: the champion's metric on the same examples.
         error: the standard error of the difference.
     """
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
@@ -191,10 +201,13 @@ def _title(terms: Terms) -> str:
 
 
 def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
-    """Score the champion, which may come from another study, on the test examples of this one.
+    """Score the champion, which may be a model of another study, on the test examples of this study.
 
     Args:
         ours: the candidate's tokenizer.
+
+    Raises:
+        Refused: the champion cannot be loaded, or its answers cannot be compared with the candidate's.
     """
     what = f"the champion ({champion.name})"
     advice = "name another model in promotion.model, or remove the alias champion"
@@ -214,9 +227,13 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
-    """Say why the answers of `model` mean something else than this study's; empty where they do not."""
+    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same.
+
+    Args:
+        ours: the candidate's tokenizer.
+    """
     known = model.config.architectures or ()
-    if type(model).__name__ not in known:  # its head is then a new one for this task
+    if type(model).__name__ not in known:  # transformers has then given the model a new, untrained head
         return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
     if kind_of(task).problem_type:
         config = model.config
@@ -229,7 +246,7 @@ def _difference(
 
 
 def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
-    """Say what the outputs of a head with labels, or of a regression, stand for."""
+    """Return in words the meaning of the outputs of a head: a number, or labels."""
     if problem_type == "regression":
         return "a number"
     return ("any of " if problem_type == "multi_label_classification" else "") + ", ".join(map(str, labels))

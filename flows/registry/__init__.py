@@ -1,1 +1,1 @@
-"""MLflow's model registry: versions, their packages, and how they answer."""
+"""MLflow's model registry: the versions of a model, the files of a version, and the check that it can be served."""

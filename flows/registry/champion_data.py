@@ -1,7 +1,8 @@
-"""The training examples of the registry's champion, in data/reference: the check stage compares new data with them.
+"""Fetch the training examples of the registry's champion into data/reference, where the stage `check` reads them.
 
-They are in DVC's cache under the digests that the champion's version names, so that nothing is stored twice. A run
-fetches them before it is planned; a promotion does not, because it must make nothing stale.
+The stage compares new data with these examples. They are in DVC's cache or remote, under the digests that are tags of
+the champion's version. A run of the study fetches them before it plans the stages. A promotion does not, because it
+must not make stages stale.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ log = logging.getLogger(__name__)
 
 
 def refresh(study: str, model: str) -> None:
-    """Fill data/reference with the champion's training examples, or empty it if the champion is of another study.
+    """Fill data/reference with the champion's training examples; empty it if the study has no champion.
 
-    Where the registry fails, the folder stays as it is.
+    If the registry fails, the folder does not change.
+
+    Args:
+        model: name of the model in the registry.
     """
     REFERENCE.mkdir(parents=True, exist_ok=True)
     try:
         digests = _digests(study, model)
-    except Exception as error:  # a store may fail in any way; the study does without
+    except Exception as error:  # a store may raise any error; the study goes on without these examples
         log.warning("the champion's data cannot be looked up (%s): %s stays as it is", shown(str(error)), REFERENCE)
         return
     cache = stages.cache_dir()
@@ -46,9 +50,9 @@ def refresh(study: str, model: str) -> None:
 
 
 def _digests(study: str, model: str) -> dict[str, str]:
-    """Return DVC's digest of each part of the reference; none where the study has no champion."""
+    """Return part of the training examples → DVC's digest; empty if the registry has no champion of this study."""
     if database.is_local() and not database.FILE.exists() and not last_champion.last(model):
-        return {}  # the first run here: MLflow would need seconds to make a database
+        return {}  # the first run: do not wait seconds for MLflow to create a database
     client = MlflowClient(database.address())
     registered = client.search_registered_models(f"name = '{model}'")
     version = next((entry.aliases.get("champion") for entry in registered), None)
@@ -65,6 +69,6 @@ def _digests(study: str, model: str) -> dict[str, str]:
 
 
 def _put(cache: Path, digest: str, target: Path) -> None:
-    """Copy an object from the cache, unless the file is there: DVC would hash a new one again."""
+    """Copy a file from DVC's cache, unless it is there: DVC would have to hash a new copy again."""
     if not target.exists() or cached_objects.measured(target) != {"": digest}:
         cached_objects.copy(cache, digest, target)

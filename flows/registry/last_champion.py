@@ -1,4 +1,4 @@
-"""The last champion of each model, noted in the workspace, to tell a lost registry from a new one."""
+"""A note of the last champion of each model. With it a workspace can tell a lost registry from a new one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Noted:
-    """The last champion of a model that was seen here."""
+    """The last champion of a model that this workspace has seen."""
 
     version: str
     registry: str
-    """Its address, without a password."""
+    """URL of the registry, without a password."""
 
 
 _Champions = TypeAdapter(dict[str, Noted])
 
 
 def last(model: str) -> Noted | None:
-    """Return the last champion of the model, if this workspace has had one."""
+    """Return the last champion of the model that this workspace has seen, if any."""
     return _read().get(model)
 
 
 def note(model: str, champion: Noted) -> None:
-    """Note that a version of the model is the champion; a full disk does not fail the promotion."""
+    """Note that a version of the model is the champion. If the disk is full, only log a warning."""
     known = _read()
     if known.get(model) == champion:
         return

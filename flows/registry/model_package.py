@@ -1,4 +1,4 @@
-"""Write a version: the Hugging Face folder, the code that answers, and what MLflow must know to serve them."""
+"""Write the files of a version: the Hugging Face folder, the code that runs it, and MLflow's settings to serve it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import STRING, STRINGS
 
 MODEL = "artifacts/model"
-"""Where a version has its Hugging Face folder."""
+"""Path of the Hugging Face folder in the files of a version."""
 
 _REQUIRED = ("mlflow", "torch", "transformers", "safetensors", "accelerate", "pydantic", "pandas")
 _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
@@ -32,17 +32,19 @@ _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
 def save(
     model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, continuation: int, onnx: Path | None = None
 ) -> None:
-    """Write a Hugging Face folder as a model that MLflow serves, with the code of eckart and tasks.
+    """Save a Hugging Face folder as a model that MLflow can serve, with the code of the packages eckart and tasks.
 
     Args:
-        onnx: a folder with the same model for onnxruntime, which the version carries besides.
-        pairs: whether rows are pairs of texts.
-        batch_size: rows that are answered at a time.
-        continuation: tokens that a language model writes behind a text.
+        model: the Hugging Face folder.
+        folder: the new folder to write.
+        pairs: whether each input is a pair of texts.
+        batch_size: number of inputs that are answered at a time.
+        continuation: number of tokens that a language model writes after a text.
+        onnx: a folder with the same model for onnxruntime, which is added to the version.
     """
     with tempfile.TemporaryDirectory() as temporary:
         artifacts = {"model": model} if onnx is None else {"model": model, "onnx": onnx}
-        for name, source in artifacts.items():  # MLflow refuses links, and DVC may have made some
+        for name, source in artifacts.items():  # copied, because MLflow refuses links, and DVC may have made some
             shutil.copytree(source, Path(temporary) / name)
         mlflow.pyfunc.save_model(
             folder,
@@ -51,19 +53,19 @@ def save(
             code_paths=[package.__path__[0] for package in (eckart, tasks)],
             signature=ModelSignature(questions(task, pairs), _schema(kind_of(task).answer_columns)),
             input_example=example(task, pairs),
-            # without `+cpu`, which no index knows
+            # without a suffix such as `+cpu`, which package indexes do not have
             pip_requirements=[f"{name}=={metadata.version(name).partition('+')[0]}" for name in _REQUIRED],
             model_config=settings_of(task, batch_size, continuation),
         )
 
 
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
-    """Return the settings of `Served`."""
+    """Return the settings of `Served`, which MLflow stores as `model_config`."""
     return {"task": task.model_dump(mode="json"), "batch_size": batch_size, "continuation": continuation}
 
 
 def questions(task: Task, pairs: bool) -> Schema:
-    """Return the columns that a version reads: words come as a list, as the task has them."""
+    """Return the input columns of a version. A task on words takes each text as a list of words."""
     text = STRINGS if kind_of(task).text_is_words else STRING
     return _schema({"text": text} | ({"text_pair": STRING} if pairs else {}))
 
@@ -73,7 +75,7 @@ def _schema(columns: Mapping[str, Mapping[str, Any]]) -> Schema:
 
 
 def example(task: Task, pairs: bool) -> pd.DataFrame:
-    """Return a row of `questions`."""
+    """Return an example of a version's input, with the columns of `questions`."""
     row: dict[str, Any] = {name: _EXAMPLE[name] for name in ("text", "text_pair")[: 1 + pairs]}
     if kind_of(task).text_is_words:
         row["text"] = row["text"].split()

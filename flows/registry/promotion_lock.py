@@ -1,4 +1,4 @@
-"""A lock for one promotion or rollback of a model at a time, across machines where the registry is PostgreSQL."""
+"""A lock with which promotions and rollbacks of a model take turns, across machines if the registry is PostgreSQL."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from sqlalchemy.pool import NullPool
 
 log = logging.getLogger(__name__)
 
-# A machine that disappears loses the lock after two minutes; the system's default is two hours.
+# If a machine disappears, its lock is released after two minutes; with the system's default it would be two hours.
 _KEEPALIVE = "SET tcp_keepalives_idle = 60; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 6"
 
 
 @contextmanager
 def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
-    """Hold the lock on a model of a registry; wait for it first.
+    """Wait for the lock on a model of a registry, and hold it while the block runs.
 
-    In PostgreSQL it is an advisory lock of the database, which holds on all machines that connect to it. With any other
-    registry it is a lock on a file, which holds for this user on this machine.
+    If the registry is PostgreSQL, the lock is an advisory lock of the database, which excludes processes on all
+    machines. Otherwise it is a lock on a file, which excludes processes of this user on this machine.
 
     Args:
-        address: of the registry, in one spelling.
+        address: URL of the registry. It must have the same spelling in all processes.
+        name: name of the model.
 
     Yields:
-        A function that raises `sqlalchemy.exc.SQLAlchemyError` if the database has ended the lock.
+        A function that raises `sqlalchemy.exc.SQLAlchemyError` if the lock was lost with the database's connection.
     """
     with _in_database(address, name) if address.startswith("postgresql") else _on_machine(address, name) as check:
         yield check
@@ -41,7 +42,7 @@ def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
 def _in_database(address: str, name: str) -> Iterator[Callable[[], None]]:
     key = {"key": int.from_bytes(hashlib.sha256(f"eckart {name}".encode()).digest()[:8], signed=True)}
     engine = create_engine(address, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-    with engine.connect() as session:  # the lock ends with the session, also after a kill or a restart
+    with engine.connect() as session:  # the lock ends with the session, even if a process is killed
 
         def check() -> None:
             session.execute(text("SELECT 1"))

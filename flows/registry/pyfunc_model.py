@@ -1,7 +1,7 @@
-"""The model as it is served: this file is logged with every version and loaded by MLflow, without the pipeline.
+"""The model as MLflow serves it. This file is part of every version, and MLflow runs it without the pipeline.
 
-It may import what the version's requirements name, and eckart and tasks, whose code the version carries: never flows.
-Its answers are those of the task itself (tasks/nlp_tasks), by the same code that scored the model.
+It may import the packages in the version's requirements, and eckart and tasks, which are part of the version. It must
+not import flows. The answers come from the code of the task (tasks/nlp_tasks) with which the model was scored.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import pandas as pd
 from mlflow.pyfunc import PythonModel, PythonModelContext
 from transformers import AutoTokenizer
 
-import eckart as eckart  # teaches transformers the format
+import eckart as eckart  # registers the format of candidates with transformers
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 
 
 class Served(PythonModel):
-    """A model of any task.
+    """A served model of any task.
 
-    `model_config` gives the `task` as the stage extract wrote it down, `batch_size` in rows, windows or blocks, and
-    `continuation`, the tokens that a language model writes after a text.
+    Its settings are in MLflow's `model_config`. task: the task as the stage `extract` wrote it. batch_size: number of
+    rows, windows or blocks that are answered at a time. continuation: number of tokens that a language model writes
+    after a text.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Load the Hugging Face folder that is the artifact `model`; weights come from safetensors alone.
+        """Load the model from the Hugging Face folder, which is the artifact `model`; only safetensors files are read.
 
         Raises:
-            ValueError: a continuation is longer than the model has positions.
+            ValueError: the continuation does not fit into the model's positions.
         """
         folder, settings = context.artifacts["model"], context.model_config
         self._task = kind_of(Task.model_validate(settings["task"]))
@@ -43,15 +44,16 @@ class Served(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return a row of answers for each row of `text`, or of `text` and `text_pair` (docs/promotion.md)."""
+        """Answer each row of the columns `text`, or `text` and `text_pair`; see docs/promotion.md for the answers."""
         answers = (
             self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
             if len(model_input)
             else []
         )
         frame = pd.DataFrame(answers, columns=list(self._task.answer_columns), dtype=object)
-        return frame if frame.isna().any(axis=None) else frame.infer_objects()  # which would make a number of a null
+        # infer_objects would turn a null into a number
+        return frame if frame.isna().any(axis=None) else frame.infer_objects()
 
 
-if not __package__:  # MLflow runs this file; whoever imports it sets no model
+if not __package__:  # MLflow runs this file; an import of it must not set the model
     mlflow.models.set_model(Served())

@@ -1,4 +1,4 @@
-"""Refuse a rollback that has no earlier champion, before MLflow and torch are imported, which takes many seconds."""
+"""Quick check that a rollback is possible, without imports of MLflow and torch, which take many seconds."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ SELECT count(*) FROM model_version_tags AS promoted WHERE name = :model AND key 
 AND version NOT IN (SELECT version FROM registered_model_aliases WHERE name = :model AND alias = 'champion')
 AND version NOT IN (SELECT version FROM model_version_tags WHERE name = :model AND key = 'eckart.rolled_back')
 """
-"""Versions that were the champion, as `Registry.before` finds them; of those that were deleted, some are counted."""
+"""Query for the number of earlier champions, as `Registry.before` finds them.
+
+It also counts some versions that were deleted.
+"""
 
 
 class NothingBefore(EckartError):
-    """There is no version to go back to, or none to go back from."""
+    """A rollback is impossible: there is no champion, or no version before it."""
 
 
 def refuse(model: str) -> None:
-    """Raise if the registry's SQLite file has no version to go back to; MLflow asks registries elsewhere.
+    """Raise if the registry is an SQLite file that has no version to go back to; do nothing for other registries.
 
     Raises:
-        NothingBefore: the registry knows no champion of the model, or none before it.
+        NothingBefore: the registry has no champion of the model, or no version before it.
     """
     if database.damaged() or not (counts := _counts(model)):
         return
     champion, earlier = counts
-    if not champion and not last_champion.last(model):  # one that was noted and is gone is another matter
+    if not champion and not last_champion.last(
+        model
+    ):  # if a champion was noted, the registry was lost; that is another error
         raise NothingBefore(f"{model} has no champion: there is nothing to go back from")
     if champion and not earlier:
         raise NothingBefore(f"the champion of {model} replaced none: there is nothing to go back to")
 
 
 def _counts(model: str) -> tuple[int, int] | None:
-    """Return the numbers of champions and of earlier ones in the registry's file, or None if it cannot be read."""
+    """Return the numbers of present and of earlier champions in the registry's file; None if it cannot be read."""
     address = database.registry_address()
     if not address.startswith(_SQLITE) or "?" in address:
         return None

@@ -1,4 +1,4 @@
-"""Ask a version, in a process of its own, served by MLflow as anyone would serve it."""
+"""Smoke test of a version: MLflow loads and asks it in a process of its own, as a user would."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
 _PATIENCE = 600  # seconds until a version must have answered
-_EXAMPLE = "serving_input_example.json"  # where MLflow keeps the example that `package.save` gives
+_EXAMPLE = "serving_input_example.json"  # MLflow's file for the example that `model_package.save` gives it
 
 
 class SmokeFailed(EckartError):
-    """A version does not answer as it should; the message says how."""
+    """A version cannot be loaded, or gives wrong answers. The message says which."""
 
 
 def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
-    """Return a version's answers to `rows`, by default to its own example.
+    """Load a version in a new process, and return its answers.
 
     Args:
-        model: its address, `models:/NAME/3`, or the folder of its files.
+        model: URI of the version, such as `models:/NAME/3`, or the folder of its files.
+        rows: the questions; None: the example that is part of the version.
 
     Raises:
-        SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
+        SmokeFailed: the version cannot be loaded, does not answer in time, or a number in its answers is not finite.
     """
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / _EXAMPLE, Path(folder) / "answer.json"
         if rows is None:
             try:
                 mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=folder)
-            except Exception as error:  # of any store
+            except Exception as error:  # each kind of store raises other errors
                 raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
         else:
             split = rows.to_dict(orient="split", index=False)
-            question.write_text(json.dumps({"dataframe_split": split}, default=list))  # words are arrays
+            # default=list: pandas holds a list of words as an array
+            question.write_text(json.dumps({"dataframe_split": split}, default=list))
         _predict(model, question, answer)
         answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
     cells = [value if isinstance(value, list) else [value] for row in answers for value in row.values()]
@@ -55,7 +57,7 @@ def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
 
 
 def _predict(model: str, question: Path, answer: Path) -> None:
-    # -P: what lies in the working directory is not there to be imported
+    # -P: do not import modules from the working directory
     words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
     words += ["-i", str(question), "-t", "json", "-o", str(answer)]
     try:

@@ -1,8 +1,8 @@
-"""The model registry: the versions of one model, one of which is the champion.
+"""The versions of one model in the model registry. One of them is the champion.
 
-The alias `champion`, which one operation moves, and tags hold the truth: when a version became the champion, and
-whether it was rolled back. The aliases `previous` and `challenger` are derived from them, so that an operation that was
-killed half way can be repaired.
+Two things define the state: the alias `champion`, which a single operation moves, and tags of each version (when it
+became the champion, whether it was rolled back). The aliases `previous` and `challenger` follow from these. So a
+promotion that was killed at any point can be finished or undone.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ log = logging.getLogger(__name__)
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 
 CONTENT = "dvc.md5"
-"""Tag: DVC's digest of the model's folder. Two versions never have the same."""
+"""Tag: DVC's digest of the model's folder. No two versions have the same digest."""
 PROMOTED_AT = "eckart.promoted_at"
-"""Tag: when the version last became the champion. The text sorts by time."""
+"""Tag: when the version last became the champion, as text. Alphabetical order is order in time."""
 SMOKE = "eckart.smoke"
-"""Tag: `pending` from before the alias is moved until the version has answered under it."""
+"""Tag: the smoke test of the version as champion.
+
+It is `pending` from before the alias `champion` is moved until the version has answered under that alias.
+"""
 DECISION = "eckart.decision"
-"""Tag: the outcome of the promotion, in words."""
+"""Tag: the outcome of the version's promotion in words."""
 ROLLED_BACK = "eckart.rolled_back"
-"""Tag: when this version was rolled back to the one before it."""
+"""Tag: when the version was rolled back, so that the one before became the champion again."""
 
 _PENDING = "pending"
 _SQLITE = "sqlite:///"
 
 
 class RegistryError(EckartError):
-    """The registry cannot be used; the message says why and what to do."""
+    """The registry cannot be used. The message says why and what to do."""
 
 
 class RegistryLost(RegistryError):
-    """The registry has no champion, although the workspace has had one; the message says which and what to do."""
+    """The registry has no champion, although this workspace has had one. The message names it and says what to do."""
 
 
 @contextmanager
@@ -72,25 +75,26 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def connected(name: str, first: bool = False) -> Iterator[Registry]:
-    """Open the registry of model `name` for one process at a time; others wait.
+    """Open the registry for the model `name`, and keep other promotions of this model waiting while the block runs.
 
-    It is the registry of the environment, or that of the working directory. With PostgreSQL the lock holds on all
-    machines, otherwise for this user on this machine.
+    The environment names the registry; by default it is in the working directory. With PostgreSQL, promotions on all
+    machines take turns, otherwise those of this user on this machine.
 
     Args:
-        first: whether it may be without a champion although the workspace has had one.
+        first: whether to accept a registry without a champion, although this workspace has had a champion.
 
     Raises:
-        RegistryError: it fails, now or while it is used.
-        RegistryLost: it has no champion, although the workspace has had one.
+        RegistryError: the registry fails, now or in the block.
+        RegistryLost: the registry has no champion, although this workspace has had one.
     """
     database.set_aside_damaged()
     users = os.environ.get("MLFLOW_TRACKING_URI")
     registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
-        mlflow.set_tracking_uri(_absolute(database.address()))  # the processes that ask versions inherit it
+        # The child processes that load and ask versions inherit the URI.
+        mlflow.set_tracking_uri(_absolute(database.address()))
         try:
-            with _explained(Exception):  # a database fails to open in many ways
+            with _explained(Exception):  # many kinds of errors can occur when a database is opened
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
@@ -102,18 +106,23 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
 
 
 def _place() -> str:
-    """Return the registry's address without its password."""
+    """Return the URL of the registry without its password."""
     return shown(mlflow.get_registry_uri())
 
 
 def _absolute(address: str) -> str:
-    """Return one spelling for every spelling of a path, so that one database has one lock."""
+    """Return the URL of an SQLite file with its absolute path, so that every spelling leads to the same lock."""
     kind, path = address[: len(_SQLITE)], address[len(_SQLITE) :]
     return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
 
 
 class Registry:
-    """The versions of one model; `check` raises once the lock on it is lost."""
+    """The versions of one model in the registry.
+
+    Args:
+        name: name of the model.
+        check: a function that raises if the lock on the model was lost.
+    """
 
     def __init__(self, name: str, client: MlflowClient, check: Callable[[], None]) -> None:
         self.name = name
@@ -124,27 +133,27 @@ class Registry:
         return list(self.client.search_registered_models(f"name = '{self.name}'"))
 
     def aliases(self) -> dict[str, str]:
-        """Return the version of each alias."""
+        """Return alias → number of its version."""
         aliases = (item for model in self._models() for item in model.aliases.items())
-        return {alias: str(number) for alias, number in aliases}  # a database gives numbers
+        return {alias: str(number) for alias, number in aliases}  # some stores return numbers as int
 
     def version(self, number: str) -> ModelVersion:
-        """Return a version as it is now, tags included."""
+        """Return a version with its present tags."""
         return self.client.get_model_version(self.name, number)
 
     def champion(self) -> ModelVersion | None:
-        """Return the version under the alias `champion`."""
+        """Return the version with the alias `champion`, if there is one."""
         number = self.aliases().get(CHAMPION)
         return self.version(number) if number else None
 
     def look_for_champion(self, first: bool) -> None:
-        """Note the champion in the workspace.
+        """Note the present champion in the workspace.
 
         Args:
-            first: whether there may be none although the workspace has had one.
+            first: whether to accept a registry without a champion, although this workspace has had a champion.
 
         Raises:
-            RegistryLost: there is none, although the workspace has had one.
+            RegistryLost: there is no champion, although this workspace has had one, and `first` is False.
         """
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
@@ -156,7 +165,7 @@ class Registry:
             )
 
     def _had(self) -> str:
-        """Return in words the last champion, or the place of one that was not noted here."""
+        """Return in words the last champion of this workspace, or the damaged registry that may have it; else empty."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
         damaged = database.damaged() if database.is_local() else []
@@ -166,10 +175,13 @@ class Registry:
         last_champion.note(self.name, Noted(version=number, registry=_place()))
 
     def before(self, version: ModelVersion) -> str | None:
-        """The champion before `version`; None if there was none, or if the alias was set by hand: then none is known.
+        """Return the number of the champion before `version`.
 
-        That is the version promoted last before it, without those that were rolled back. A version that has yet to
-        answer comes after all others.
+        It is the version that was promoted last before `version` and was not rolled back. If the smoke test of
+        `version` is pending, all promotions count as earlier.
+
+        Returns:
+            None if there was no champion before, or if `version` became the champion by hand, without a date.
         """
         pending = version.tags.get(SMOKE) == _PENDING
         promoted = [other for other in self._promoted() if other.version != version.version]
@@ -177,25 +189,35 @@ class Registry:
         return str(earlier[-1].version) if earlier else None
 
     def _promoted(self) -> list[ModelVersion]:
-        """Return the versions that became the champion and were not rolled back, the latest last."""
+        """Return the versions that became the champion and were not rolled back, in the order of their promotions."""
         versions = self.client.search_model_versions(f"name = '{self.name}'")
         return sorted(
             (entry for entry in versions if PROMOTED_AT in entry.tags and ROLLED_BACK not in entry.tags), key=_when
         )
 
     def _now(self) -> str:
-        """Return the time; just after the last promotion if the clock was set back since."""
+        """Return the current time, but never a time before the last promotion.
+
+        A clock may have been set back, and promotions must stay in order.
+        """
         last = max(map(_when, self._promoted()), default="")
         now = _stamp(datetime.now(UTC))
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
-        """Return MLflow's run of the candidate whose stages have `key`, or None, and the study's experiment."""
+        """Return the ids of the candidate's run and of the study's experiment in MLflow.
+
+        Args:
+            key: digest of the candidate's stages, see `mirror.key_of`.
+
+        Returns:
+            The run, or None if MLflow has none with this key; the experiment.
+        """
         experiment = mirror.experiment(self.client, study)
         return mirror.find(self.client, experiment, key), experiment
 
     def with_content(self, content: str) -> ModelVersion | None:
-        """Return the version whose files have DVC's digest `content`."""
+        """Return the version whose files have DVC's digest `content`, if there is one."""
         versions = self.client.search_model_versions(f"name = '{self.name}' and tags.`{CONTENT}` = '{content}'")
         return min(versions, key=lambda version: int(version.version), default=None)
 
@@ -213,19 +235,20 @@ class Registry:
     def add(
         self, saved: Path, label: str, content: str, experiment: str, run: str | None, tags: Mapping[str, str]
     ) -> ModelVersion:
-        """Store the model that `model_package.save` wrote to `saved` and make it a version.
+        """Upload a model to MLflow, and register it as a new version.
 
         Args:
-            label: the candidate's name.
-            content: DVC's digest of its folder.
-            experiment: the id of MLflow's experiment that the model belongs to.
-            run: the id of MLflow's run that made it, if known.
-            tags: of the version, besides that of its content.
+            saved: the folder that `model_package.save` has written.
+            label: name of the candidate.
+            content: DVC's digest of the candidate's folder.
+            experiment: id of the study's experiment in MLflow.
+            run: id of the candidate's run in MLflow, if known.
+            tags: tags of the version; the tag `CONTENT` is added.
         """
         logged = self.client.create_logged_model(experiment, label.replace(".", "_"), run, {CONTENT: content})
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
-            with _explained(Exception):  # stores of files fail in many ways
+            with _explained(Exception):  # each kind of store raises other errors
                 self.client.log_model_artifacts(logged.model_id, str(saved))
             status = "READY"
         finally:
@@ -238,23 +261,28 @@ class Registry:
         )
 
     def fetch(self, number: str, folder: Path) -> Path:
-        """Download a version into `folder`; return the path of its Hugging Face folder, if `promote` made it.
+        """Download a version into `folder`.
 
-        MLflow loads the version from two folders above that.
+        Returns:
+            Path of the Hugging Face folder; MLflow's model is two folders above. The path does not exist if the
+            download failed, or if the version was not made by `promote`.
         """
         source = self.client.get_model_version_download_uri(self.name, number)
         try:
             files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
-        except Exception as error:  # of any store; the registry itself has just answered
+        except Exception as error:  # each kind of store raises other errors; the registry itself has just answered
             log.warning("the files of version %s cannot be fetched: %s", number, shown(str(error)))
             files = folder
         return files / model_package.MODEL
 
     def smoke(self, reference: str) -> None:
-        """Check that a version, `/3` or `@champion`, loads and answers.
+        """Check that a version can be loaded and answers its own example.
+
+        Args:
+            reference: `/3` for version 3, or an alias such as `@champion`.
 
         Raises:
-            SmokeFailed: it does not, while the registry does.
+            SmokeFailed: the version does not answer, although the registry works.
         """
         try:
             ask(f"models:/{self.name}{reference}")
@@ -263,19 +291,19 @@ class Registry:
             raise
 
     def promote(self, number: str, before: ModelVersion | None) -> bool:
-        """Make a version the champion in place of `before`, and check that it answers as such.
+        """Make a version the champion in place of `before`, and check that it answers under the alias `champion`.
 
         Returns:
-            True if it is the champion now; False if someone else has moved the alias since `before` was read.
+            True if the version is the champion now; False if someone else has moved the alias since `before` was read.
 
         Raises:
-            SmokeFailed: it does not answer; the previous champion is back, or none where there was none.
+            SmokeFailed: the version does not answer. The previous champion, if there was one, is the champion again.
         """
         self.mark(number, {SMOKE: _PENDING})
         if self.aliases().get(CHAMPION) != (str(before.version) if before else None):
             return False
         if before and before.version not in [last.version for last in self._promoted()[-1:]]:
-            # Someone set it by hand: it counts as promoted now, so that a rollback can return to it.
+            # Someone has set the alias by hand. Record `before` as promoted now, so that a rollback can return to it.
             self._unmark(before.version, ROLLED_BACK)
             self.mark(before.version, {PROMOTED_AT: self._now()})
         self._move(number)
@@ -285,7 +313,7 @@ class Registry:
         """Finish or undo a promotion or rollback that was killed.
 
         Raises:
-            SmokeFailed: the unconfirmed champion does not answer; it was taken back.
+            SmokeFailed: the champion of a killed promotion does not answer; the promotion was undone.
         """
         champion = self.champion()
         if champion and champion.tags.get(SMOKE) == _PENDING:
@@ -293,11 +321,14 @@ class Registry:
         self._follow()
 
     def roll_back(self) -> tuple[str, str]:
-        """Go back to the version that the champion replaced, if it answers; return the old and the new champion.
+        """Make the version that the champion replaced the champion again, if it answers.
+
+        Returns:
+            The numbers of the old and the new champion.
 
         Raises:
-            SmokeFailed: it does not answer; nothing was moved.
-            NothingBefore: there is no champion, or none before it.
+            SmokeFailed: that version does not answer; nothing was changed.
+            NothingBefore: there is no champion, or no version before it.
         """
         champion = self.champion()
         if not champion:
@@ -307,16 +338,20 @@ class Registry:
                 f"version {champion.version} of {self.name} replaced none: there is nothing to go back to"
             )
         self.smoke(f"/{before}")
-        # Before the move: a kill between the two must not leave a version that the next promotion would take again.
+        # Mark before the move: if this process is killed between the two, the next promotion must not promote that
+        # version again.
         self.mark(champion.version, {ROLLED_BACK: clock()})
         self._move(before)
         return str(champion.version), before
 
     def _confirm(self, number: str) -> bool:
-        """Check that the champion, version `number`, answers under its alias; if it does not, take it back.
+        """Check that version `number` answers under the alias `champion`; if it does not, undo its promotion.
 
         Returns:
-            Whether it still is the champion.
+            Whether the version still is the champion. Someone else may have moved the alias during the check.
+
+        Raises:
+            SmokeFailed: the version does not answer; its promotion was undone.
         """
         try:
             self.smoke(f"@{CHAMPION}")
@@ -326,7 +361,7 @@ class Registry:
             self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
             self._conclude(number, f"Taken back at {clock()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
-        if self.aliases().get(CHAMPION) != number:  # then another one was asked
+        if self.aliases().get(CHAMPION) != number:  # then the check has asked another version
             return False
         self._unmark(number, ROLLED_BACK)
         before = self.before(self.version(number))
@@ -337,7 +372,7 @@ class Registry:
         return True
 
     def _take_back(self, number: str) -> None:
-        """Make the champion before version `number` the champion again; without one, remove the alias."""
+        """Make the champion before version `number` the champion again; if there was none, remove the alias."""
         self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
         if before := self.before(self.version(number)):
             self._move(before)
@@ -345,20 +380,20 @@ class Registry:
             self._drop(CHAMPION)
 
     def _conclude(self, number: str, decision: str) -> None:
-        """Write the outcome of a promotion below its gates."""
+        """Store the outcome of a promotion: in a tag, and in the description below the gates."""
         self.mark(number, {DECISION: decision})
         self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 
     def _move(self, number: str) -> None:
-        self._check()  # as late as possible: MLflow reconnects to a database that was restarted
+        self._check()  # just before the move: after a restart of the database MLflow reconnects, but the lock is lost
         self.client.set_registered_model_alias(self.name, CHAMPION, number)
         self._follow()
 
     def _follow(self) -> None:
-        """Set the other aliases by the champion."""
+        """Update the aliases `previous` and `challenger` to match the champion."""
         if not (champion := self.champion()):
             return
-        if PROMOTED_AT in champion.tags:  # else it was set by hand, or has yet to answer
+        if PROMOTED_AT in champion.tags:  # if not, the alias was set by hand, or the smoke test is pending
             if before := self.before(champion):
                 self.client.set_registered_model_alias(self.name, PREVIOUS, before)
             else:
@@ -384,5 +419,5 @@ def _stamp(moment: datetime) -> str:
 
 
 def clock() -> str:
-    """Return the time for people."""
+    """Return the current local time as text for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")

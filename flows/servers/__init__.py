@@ -1,1 +1,1 @@
-"""The servers of Prefect and MLflow, who may reach them, and their notifications."""
+"""The servers of Prefect and MLflow: starting and finding them, protection of access, and notifications."""

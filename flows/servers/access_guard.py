@@ -1,8 +1,9 @@
-"""Guard the pages that we serve on loopback: an ASGI application around the page's own.
+"""Guard of the pages that we serve on loopback: an ASGI application that wraps the page's own application.
 
-A web page that somebody opens in a browser can send requests to 127.0.0.1, and Prefect's API runs code. The headers
-Origin and Sec-Fetch-Site tell such requests apart; the header Host tells those of a page whose owner lets its name
-resolve to 127.0.0.1 (DNS rebinding). Other users of the machine can reach the port, too, but lack the key.
+Any web page that is open in the user's browser can send requests to 127.0.0.1, and Prefect's API can run code. The
+guard recognizes such requests by their headers Origin and Sec-Fetch-Site. A foreign page may also have a name that
+resolves to 127.0.0.1 (DNS rebinding); the guard recognizes its requests by their header Host. Other users of the
+machine can reach the port, too, but do not have the key.
 """
 
 from __future__ import annotations
@@ -16,29 +17,35 @@ from socket import gethostname
 from typing import Any
 
 PROOF = "/eckart/proof"
-"""The path where a server of ours proves that it has the key, without being given it."""
+"""Path at which a server of ours proves that it has the key. The client does not send the key."""
 SERVES = "/eckart/serves"
-"""The path where it names its program and its database. It asks for the key."""
+"""Path at which a server of ours names its program and its database. The client must send the key."""
 
-_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")  # with a tunnel the port may be another one
+# Any port, because the user may connect through a tunnel.
+_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")
 _REALM = b'Basic realm="eckart", charset="UTF-8"'
-_NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")  # no foreign page may show this one in a frame
+# With this header, browsers do not show our page in a frame of a foreign page.
+_NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def proof(key: str, port: int, nonce: str) -> str:
-    """Return the answer that only a holder of the key can give, bound to host and port so that none can relay it."""
+    """Return the answer to `nonce` that only a holder of the key can compute.
+
+    It depends on host and port, so that another program cannot pass on the answer of a server of ours.
+    """
     return hmac.new(key.encode(), f"{gethostname()} {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 class Guard:
-    """Let only requests of this machine's own pages and of holders of the key reach an application.
+    """An ASGI application that passes on only requests of its own pages, and only with the right password.
 
     Args:
-        app: the application.
-        key: the key that `PROOF` proves.
-        auth: `user:password` that HTTP's Basic scheme must give; None if the application asks by itself.
+        app: the application to protect.
+        key: the key of this user's servers, `user:password`; its possession is proved at `PROOF`.
+        auth: `user:password` that each request must give by HTTP Basic authentication; None: no check here, because the
+            application checks by itself or no password is wanted.
         serves: the answer at `SERVES`.
     """
 
@@ -71,7 +78,7 @@ def _basic(auth: str) -> bytes:
 
 
 def _foreign(scope: Mapping[str, Any]) -> bytes:
-    """Return why a request comes from a foreign page; empty if it does not, or if somebody followed a link."""
+    """Return why a request of a foreign page is refused; empty for other requests, and if the user followed a link."""
     host, origin, site, mode = (
         _header(scope, name).lower() for name in (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode")
     )
@@ -85,7 +92,7 @@ def _foreign(scope: Mapping[str, Any]) -> bytes:
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> bytes:
-    """Return all values of a header, joined: a second value makes every comparison fail."""
+    """Return all values of a header, joined, so that no comparison succeeds if the header is given twice."""
     return b",".join(value for header, value in scope["headers"] if header == name)
 
 

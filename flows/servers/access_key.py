@@ -1,4 +1,4 @@
-"""The key of this user's servers: a file that only its owner can read, made on first use."""
+"""The key (`user:password`) of this user's servers, in a file that only its owner can read; created at first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VARIABLE = "PREFECT_SERVER_API_AUTH_STRING"
 
 
 class ServerError(EckartError):
-    """No server can be used. The message says why and what to do."""
+    """A server cannot be started or used. The message says why and what to do."""
 
 
 def path() -> Path:
@@ -27,10 +27,10 @@ def path() -> Path:
 
 
 def known() -> str | None:
-    """Return the key, `user:password`, or None if none was made yet.
+    """Return the key, `user:password`; None if there is none yet.
 
     Raises:
-        ServerError: the file cannot be read, is empty, is another user's, or others can read it.
+        ServerError: the file cannot be read, is empty, belongs to another user, or can be read by others.
     """
     file = path()
     try:
@@ -56,15 +56,17 @@ def _unusable(reason: str) -> ServerError:
 
 
 def made() -> str:
-    """Return the key, and make it first if there is none. Two processes that make it at once get the same.
+    """Return the key; create it if there is none. If two processes create it at once, both get the same key.
 
     Raises:
-        ServerError: it cannot be written, others can read it, or others can write to Prefect's home.
+        ServerError: the file cannot be written, or others can read it or write to Prefect's home folder.
     """
     file = path()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if file.parent.stat().st_mode & 0o022:  # a foreign database there would decide what runs
+        if (
+            file.parent.stat().st_mode & 0o022
+        ):  # somebody else could put a database there, and a database decides what runs
             raise ServerError(f"others can write to Prefect's home {file.parent}: `chmod go-w {file.parent}`")
         if key := known():
             return key
@@ -72,7 +74,7 @@ def made() -> str:
         try:
             with open(descriptor, "w") as new:
                 new.write(f"eckart:{secrets.token_urlsafe(32)}\n")
-            with suppress(FileExistsError):  # a link takes the name once, with the whole content
+            with suppress(FileExistsError):  # only one process can create the link, and the file is complete by then
                 os.link(name, file)
         finally:
             os.unlink(name)
@@ -87,19 +89,22 @@ def made() -> str:
 
 
 def where() -> str:
-    """Return a shell expression for the key, so that no message shows it."""
+    """Return a shell expression that yields the key, for messages that must not contain the key itself."""
     if auth_string() == known():
         return f"$(cat {shlex.quote(str(path()))})"
     return f"${_VARIABLE}"
 
 
 def auth_string() -> str | None:
-    """Return what our servers ask for: PREFECT_SERVER_API_AUTH_STRING, else the key; None if the variable is empty.
+    """Return the `user:password` that our servers ask for: PREFECT_SERVER_API_AUTH_STRING if it is set, else the key.
+
+    Returns:
+        None if the variable is set but empty: then the servers ask for no password.
 
     Raises:
-        ServerError: the variable is no `user:password`, or as `made`.
+        ServerError: the variable is not `user:password`, or the key cannot be used; see `made`.
     """
-    if os.environ.get(_VARIABLE) == "":  # an explicit choice to have no key
+    if os.environ.get(_VARIABLE) == "":  # the user wants no password
         return None
     given = get_current_settings().server.api.auth_string
     theirs = given.get_secret_value() if given else ""

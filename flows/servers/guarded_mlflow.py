@@ -1,4 +1,4 @@
-"""MLflow's page behind our guard, as `mlflow server --app-name eckart` serves it. The environment has the key."""
+"""MLflow's page behind our guard, as the application of `mlflow server --app-name eckart`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from flows.servers.access_guard import Guard
 
 
 def app() -> Guard:
-    from mlflow.server.fastapi_app import app as page  # reads the settings of a server when imported
+    # Imported here, because MLflow reads the server's settings when this module is imported.
+    from mlflow.server.fastapi_app import app as page
 
     key, serves = os.environ["ECKART_SERVER_KEY"], os.environ["ECKART_SERVES"]
     return Guard(page, key, os.environ.get("ECKART_AUTH_STRING"), serves)

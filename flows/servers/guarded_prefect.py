@@ -1,8 +1,9 @@
 """Serve Prefect's pages behind our guard: `python -P -m flows.servers.guarded_prefect SOCKET PARENT`.
 
-SOCKET is the file descriptor of a socket that already listens, PARENT the id of the process that started this one: when
-that ends, this one does. It polls for that, because Linux sends its signal (PR_SET_PDEATHSIG) as soon as the thread
-that started the process ends, and macOS has none. If the server does not start, it prints only the cause to stdout.
+SOCKET is the file descriptor of a socket that already listens. PARENT is the id of the process that started this one;
+when the parent ends, the server ends. The server polls for that: Linux has a signal for it (PR_SET_PDEATHSIG), but
+sends it already when the thread that started the server ends, and macOS has no such signal. If the server cannot start,
+it prints the cause, and nothing else, to stdout.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pathlib import Path
 from flows.environment.redaction import shown
 from flows.servers.access_guard import Guard
 
-_LONGEST = 200  # characters of a library's message
-_GRACE = 10.0  # seconds for a normal end
-_ROOM = 2**20  # bytes without which a disk is full
+_LONGEST = 200  # characters of a library's message that are printed
+_GRACE = 10.0  # seconds to end after SIGTERM, before SIGKILL
+_ROOM = 2**20  # a disk with fewer free bytes counts as full
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
         asyncio.run(_serve(listener, f"Prefect {shown(database)}"))
     except Exception as error:
         print(_message(error, file), flush=True)
-        os._exit(1)  # threads of its services may run
+        os._exit(1)  # threads of the server's services may still run
 
 
 def _follow(parent: int) -> None:
@@ -56,7 +57,7 @@ def _follow(parent: int) -> None:
 
 
 def _check_database(file: Path, memory: Path) -> None:
-    """Raise if the file is damaged. For a new file, forget which blocks Prefect has already stored in an old one."""
+    """Raise if the database is damaged. If it is new, delete Prefect's memo of the blocks stored in an older one."""
     if not file.exists() or not file.stat().st_size:
         memory.unlink(missing_ok=True)
         return
@@ -73,13 +74,14 @@ async def _serve(listener: socket.socket, serves: str) -> None:
     app = create_app(final=True)
     guard = Guard(app, os.environ["ECKART_SERVER_KEY"], serves=serves)
     config = uvicorn.Config(guard, lifespan="off", log_level="error")
-    async with app.router.lifespan_context(app):  # entered here, since uvicorn would log a traceback if it failed
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn has its own handler, and raises the signal again later
+    async with app.router.lifespan_context(app):  # not left to uvicorn, which would log a traceback if it failed
+        # uvicorn sets its own handler of SIGTERM. At its end it raises the signal again, which must then do nothing.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await uvicorn.Server(config).serve(sockets=[listener])
 
 
 def _message(error: Exception, file: Path | None) -> str:
-    """Return one line that says what failed, where, and what to do."""
+    """Return one line for the user: what failed, with which database, and what to do."""
     causes = [" ".join(str(cause).split())[:_LONGEST] for cause in _causes(error)]
     cause = next(filter(None, reversed(causes)), type(error).__name__)
     if not file:

@@ -1,7 +1,7 @@
-"""Notifications about a deployment's runs, sent by automations of Prefect's server through its notification blocks.
+"""Notifications about a deployment's runs, sent by Prefect's server with its automations and notification blocks.
 
-The address stands in a block and not in params.yaml, because a webhook's address is a secret and Prefect encrypts
-blocks. The server sends and not the run, so that runs that were killed or never began are reported, too.
+The recipient's URL is in a block and not in params.yaml, because the URL of a webhook is a secret, and Prefect encrypts
+blocks. The server sends the notifications, not the run, so runs that were killed or never started are also reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from uuid import UUID
 
-from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
+from prefect._vendor.croniter import croniter  # Prefect's server computes times with it; the public API is async only
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -23,10 +23,11 @@ from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
 _REPORTED = ("Failed", "Crashed", "Late", "Refused", "Promoted")
-"""The states of a flow run that are reported, by name."""
+"""Names of the states of a flow run that are reported."""
 _SUCCESSES = ("Completed", "Refused", "Promoted")
-_GRACE = timedelta(hours=2)  # that a run may take longer than the one before
-_BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15  # time and runs that show a schedule's gaps
+_GRACE = timedelta(hours=2)  # a run may take so much longer than the run before
+# The longest gap of a schedule is looked for in the 35 days from 2024-01-01, and in at least 14 runs.
+_BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
 _BODY = "{{ flow_run.name }}{% if flow_run.state.message %}: {{ flow_run.state.message }}{% endif %}\n\n"
@@ -34,19 +35,19 @@ _PAGE = "/runs/flow-run/{{ flow_run.id }}"
 
 
 class NotificationError(EckartError):
-    """Notifications cannot be set up. The message says what to do."""
+    """Notifications cannot be set up. The message says why and what to do."""
 
 
 def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
-    """Have the server report the runs of a deployment of the study through these blocks, and no others.
+    """Have Prefect's server send notifications about a deployment's runs, in place of those set up before.
 
     Args:
-        deployment: its name; it may be made later.
-        blocks: each TYPE/NAME, such as `slack-webhook/team`; none ends the notifications.
-        silence: time without a successful run after which that is reported.
+        deployment: name of the deployment, which need not exist yet.
+        blocks: names of notification blocks, TYPE/NAME, such as `slack-webhook/team`; empty: no notifications.
+        silence: a notification is also sent after this time without a successful run.
 
     Raises:
-        NotificationError: the server has no such block, or the block cannot notify.
+        NotificationError: the server has no such block, or the block cannot send notifications.
     """
     owner = f"eckart.notifications.{deployment}"
     with get_client(sync_client=True) as client:
@@ -59,7 +60,7 @@ def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
 
 
 def longest_gap(cron: str) -> timedelta:
-    """Return the longest time between two runs of a schedule, plus the time that a run may be late."""
+    """Return the longest time between two runs of a schedule, plus a margin for runs of different length."""
     times = [_BEGIN]
     following = croniter(cron, _BEGIN)
     while len(times) < _LEAST or times[-1] < _BEGIN + _LONG:
@@ -82,7 +83,7 @@ def _block(client: SyncPrefectClient, name: str) -> UUID:
 
 
 def _report_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: str) -> AutomationCore:
-    body = f"{_BODY}{pages}{_PAGE}"  # the server itself may not know the address that users reach it by
+    body = f"{_BODY}{pages}{_PAGE}"  # `pages` is our URL of the server; the server may not know it
     return AutomationCore(
         name=f"eckart {deployment}: results of runs",
         description=f"Reports a run that is {', '.join(_REPORTED)}.",
@@ -93,7 +94,7 @@ def _report_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: s
 
 
 def _report_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence: timedelta) -> AutomationCore:
-    """Return an automation that reports a time without success, counted from the last one or from the set-up."""
+    """Return an automation that reports if no run succeeds within `silence`, after the last success or the set-up."""
     hours = f"{silence.total_seconds() / 3600:.3g} hours"
     subject = f"study/{deployment}: no success in {hours}"
     body = f"No run of study/{deployment} has succeeded in {hours}. Is `eckart serve`, or its worker, running?"
@@ -101,7 +102,7 @@ def _report_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence
         name=f"eckart {deployment}: no success in {hours}",
         trigger=EventTrigger(
             posture=Posture.Proactive,
-            after=_events(_SUCCESSES),  # each starts the wait anew
+            after=_events(_SUCCESSES),  # each success starts the time anew
             expect=_events(_SUCCESSES),
             within=silence,
             match_related=_runs_of(deployment),
@@ -116,7 +117,7 @@ def _events(states: Sequence[str]) -> set[str]:
 
 
 def _runs_of(deployment: str) -> list[ResourceSpecification]:
-    """Match the deployment by name: it may not exist yet, and gets another id when it is made anew."""
+    """Return a filter for the deployment's runs, by its name: its id may not exist yet, or may change."""
     related = {"flow": "study", "deployment": deployment}
     return [
         ResourceSpecification.model_validate({"prefect.resource.role": role, "prefect.resource.name": name})

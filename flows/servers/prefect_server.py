@@ -1,6 +1,6 @@
-"""Find or start a Prefect server: the one that the user names, that of `eckart ui` or `serve`, or one for a single run.
+"""Find or start a Prefect server: the user's, the one of `eckart ui` or `eckart serve`, or a temporary one for a run.
 
-All that we start listen on loopback, behind a guard, with a key and a database of their own.
+The servers that we start listen on loopback only. They have a guard, a key, and a database of their own.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ from flows.servers.access_key import ServerError
 PORT = int(settings.PREFECT_ADDRESS.rpartition(":")[2])
 log = logging.getLogger(__name__)
 
-_PATIENCE = 300  # seconds until a server must answer; a first start builds its database
-_GRACE = 10  # seconds for a normal end
+_PATIENCE = 300  # seconds until a new server must answer; its first start creates the database
+_GRACE = 10  # seconds to end after SIGTERM, before SIGKILL
 _ANSWER = 5  # seconds for an answer
 _URL, _AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
 
 
 def require() -> str | None:
-    """Return the API address that the environment or a Prefect profile names, checked; None if none is named.
+    """Check the server that the environment or a Prefect profile names, and return the URL of its API.
+
+    Returns:
+        None if no server is named.
 
     Raises:
-        ServerError: it does not answer, is no Prefect server, or asks for another key.
+        ServerError: the server does not answer, is not Prefect's, or asks for another key.
     """
     api = get_current_settings().api
     if not (address := api.url):
@@ -61,7 +64,7 @@ def require() -> str | None:
     given = api.auth_string.get_secret_value() if api.auth_string else None
     if _is_here(address) and given in (None, access_key.known()):
         if is_ours(address):
-            # By number: `localhost` may also name an address where another user listens, who would get the key.
+            # Use 127.0.0.1: `localhost` may also stand for an address at which another user listens and gets the key.
             _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}", access_key.auth_string()))
         elif given:
             raise ServerError(
@@ -89,16 +92,18 @@ def _check_key() -> None:
 
 
 def use_local() -> None:
-    """Use the server of `eckart ui` or `serve` if it runs and neither environment nor profile names another."""
+    """Use the server of `eckart ui` or `serve` if it runs, unless environment or profile name another."""
     if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
         _set(_client(settings.PREFECT_ADDRESS, access_key.auth_string()))
 
 
 def use_temporary() -> None:
-    """Start a server that ends with this process, after Prefect has delivered all records, unless one is named.
+    """Start a server for this process only, unless the environment or a Prefect profile names a server.
+
+    It stops when the process ends, after Prefect has sent all records to it.
 
     Raises:
-        ServerError: it does not start.
+        ServerError: the server does not start.
     """
     if get_current_settings().api.url:
         return
@@ -106,17 +111,17 @@ def use_temporary() -> None:
         log.warning("%s; this run starts a server of its own", _who_has(settings.PREFECT_ADDRESS))
     logging.getLogger("prefect.flow_runs").addFilter(lambda record: not record.getMessage().startswith("View at "))
     stack = ExitStack()
-    atexit.register(stack.close)  # called after Prefect's threads have delivered their records
-    own_key = f"eckart:{secrets.token_urlsafe()}"  # opens no other server
+    atexit.register(stack.close)  # called after Prefect's threads have sent their records
+    own_key = f"eckart:{secrets.token_urlsafe()}"  # gives access to no other server
     stack.enter_context(_used(stack.enter_context(started(0, pages=False, auth=own_key)), own_key))
 
 
 @contextmanager
 def prefect_server() -> Iterator[str]:
-    """Yield the API address of the named server, or of a new one on loopback that runs while the block does.
+    """Yield the URL of the API of the user's server; if none is named, start one that runs while the block runs.
 
     Raises:
-        ServerError: the named one does not answer, or none can be started.
+        ServerError: the user's server does not answer, or the new one does not start.
     """
     if address := require():
         yield address
@@ -128,20 +133,20 @@ def prefect_server() -> Iterator[str]:
 
 @contextmanager
 def started(port: int, pages: bool, auth: str | None) -> Iterator[str]:
-    """Start a server on loopback and yield its address; it ends with the block, and with this process if killed.
+    """Start a server on loopback, and yield its URL. The server stops at the end of the block, or if this process dies.
 
     Args:
-        port: 0 for any free one.
-        pages: serve the web pages, too, which makes the start slower.
-        auth: `user:password` that it asks for.
+        port: port of the server; 0: any free port.
+        pages: whether to serve the web pages, too; without them the server starts faster.
+        auth: `user:password` that the server asks for; None: it asks for nothing.
 
     Raises:
-        ServerError: it does not start, or the port is taken.
+        ServerError: the server does not start, or the port is taken.
     """
     environment = _environment(pages, auth)
     with _turn() as turn, _listener(port) as listener, tempfile.TemporaryFile() as output:
         address = f"http://{settings.LOOPBACK}:{listener.getsockname()[1]}"
-        # In a session of its own: Ctrl-C must not end it before the processes that use it.
+        # A session of its own: Ctrl-C must not end the server before the processes that use it.
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.servers.guarded_prefect", str(listener.fileno()), str(os.getpid())],
             env=environment | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address},
@@ -149,7 +154,7 @@ def started(port: int, pages: bool, auth: str | None) -> Iterator[str]:
             stdout=output,
             start_new_session=True,
         )
-        listener.close()  # otherwise clients would wait for an answer after the server has ended
+        listener.close()  # otherwise clients would wait for an answer even after the server's end
         try:
             _await(server, address, output)
             turn.close()
@@ -164,10 +169,12 @@ def started(port: int, pages: bool, auth: str | None) -> Iterator[str]:
 
 
 def is_ours(address: str) -> bool:
-    """Whether a server on this machine proves that it has our key. The key is not sent: another user may hold the port.
+    """Whether a server on this machine proves that it has our key.
+
+    The key is not sent to the server, because another user's program may listen at the port.
 
     Raises:
-        ServerError: others can read the key.
+        ServerError: the file of the key cannot be used, for example because others can read it.
     """
     if not _is_here(address) or not (key := access_key.known()):
         return False
@@ -177,13 +184,13 @@ def is_ours(address: str) -> bool:
 
 
 def serves(address: str) -> str:
-    """Return the program and database of a server of ours; empty if it is not ours, or of an older version."""
+    """Return program and database of a server of ours; empty if the server is not ours, or of an older version."""
     if not is_ours(address) or not (key := access_key.known()):
         return ""
     place = f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}{access_guard.SERVES}"
     user, _, password = key.partition(":")
     try:
-        with httpx.Client(trust_env=False, timeout=_ANSWER) as client:  # no proxy gets the key
+        with httpx.Client(trust_env=False, timeout=_ANSWER) as client:  # the key must not reach a proxy
             answer = client.get(place, auth=(user, password))
     except httpx.HTTPError:
         return ""
@@ -195,13 +202,13 @@ def _is_here(address: str) -> bool:
 
 
 def how_to_reach(address: str) -> str:
-    """Return shell variables with which Prefect's commands reach a server of ours, without showing the key."""
+    """Return the shell variables with which the command `prefect` uses a server of ours; they do not show the key."""
     auth = f'{_AUTH}="{access_key.where()}" ' if access_key.auth_string() else ""
     return f"{auth}{_URL}={address}"
 
 
 def _turn() -> IO[str]:
-    """Wait until no other server starts: two would build the same database."""
+    """Wait until no other server is starting, since two would create the same database; return the open lock file."""
     try:
         turn = access_key.path().with_name("eckart.lock").open("a")
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -223,7 +230,7 @@ def _listener(port: int) -> socket.socket:
 
 
 def _who_has(address: str) -> str:
-    """Say which program has a port that we want."""
+    """Return in words which program listens at a URL where we want to start a server."""
     place = address.removeprefix("http://")
     status, body = settings.asked(f"{address}/api/health")
     if is_ours(address):
@@ -237,9 +244,11 @@ def _who_has(address: str) -> str:
 
 
 def _environment(pages: bool, auth: str | None) -> dict[str, str]:
-    """Return the environment of a server's process."""
+    """Return the environment for the process of a Prefect server."""
     ours = get_current_settings()
-    environment = {"PREFECT_UI_API_URL": "/api"}  # its own; the address that we know may hold a password
+    environment = {
+        "PREFECT_UI_API_URL": "/api"
+    }  # the server's own, because the URL that we know may contain a password
     environment |= {**os.environ, **ours.to_environment_variables(exclude_unset=True)}
     environment |= {
         **settings.importable(),
@@ -250,7 +259,8 @@ def _environment(pages: bool, auth: str | None) -> dict[str, str]:
     if auth:
         environment["PREFECT_SERVER_API_AUTH_STRING"] = auth
     if not ours.server.database.model_fields_set & {"connection_url", "driver"}:
-        file = ours.home / f"eckart-{prefect.__version__}.db"  # so that no other version changes its tables
+        # A file for each version of Prefect, because another version would change the tables.
+        file = ours.home / f"eckart-{prefect.__version__}.db"
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{file}"
     if not pages:
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
@@ -263,7 +273,11 @@ def _client(address: str, auth: str | None) -> dict[str, str | None]:
 
 @contextmanager
 def _used(address: str, auth: str | None) -> Iterator[None]:
-    """Have this process and those that it starts use a server of ours, with its key, while the block runs."""
+    """While the block runs, make this process and its child processes use a server of ours.
+
+    Args:
+        auth: `user:password` of the server.
+    """
     before = {name: os.environ.get(name) for name in (_URL, _AUTH)}
     _set(_client(address, auth))
     try:

@@ -1,4 +1,4 @@
-"""Serve the pages of Prefect and MLflow on loopback; `ssh -L` reaches them from another machine."""
+"""Serve the pages of Prefect and MLflow on loopback; other machines need a tunnel (`ssh -L`) to see them."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ from tasks.artifacts.errors import EckartError
 from tasks.config import schema
 
 _MLFLOW, _PREFECT = "MLflow ", "Prefect "
-"""How our servers name themselves at `access_guard.SERVES`; the name of the database follows."""
+"""Beginnings of the texts that our servers return at `access_guard.SERVES`; the URL of the database follows."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page in the browser."""
+    """A web page that `eckart ui` shows."""
 
     address: str
     shows: str
-    """The runs that it shows, in words."""
+    """The runs on the page, in words."""
     ours: bool
-    """Whether this process has started its server."""
+    """Whether this process has started the page's server."""
     remote: bool = False
-    """Whether the user's environment names its server."""
+    """Whether the page's server is one that the user's settings name."""
 
 
 def show_pages(console: Console, port: int | None = None, mlflow_port: int | None = None) -> None:
-    """Start the servers that do not run yet, print all addresses, and stop the started ones on Ctrl-C or a failure.
+    """Start the servers that do not run yet, and print the URLs of both pages.
+
+    The started servers run until Ctrl-C, or until one of them fails.
 
     Args:
-        port: of Prefect's page; None takes that of the environment.
-        mlflow_port: of MLflow's page; None takes that of the environment.
+        port: port of Prefect's page; None: the port that the environment names.
+        mlflow_port: port of MLflow's page; None: the port that the environment names.
 
     Raises:
-        ServerError: one does not start, or another workspace has its port.
+        ServerError: a server does not start, or another program or workspace uses its port.
     """
     usual = [urlsplit(address).port or 0 for address in (settings.PREFECT_ADDRESS, settings.MLFLOW_ADDRESS)]
     ports = [port or usual[0], mlflow_port or usual[1]]
     with terminable(), ExitStack() as stack:
         try:
-            mlflow, server = stack.enter_context(_mlflow(ports[1]))  # starts while Prefect's does
+            mlflow, server = stack.enter_context(_mlflow(ports[1]))  # both servers start at the same time
             prefect = stack.enter_context(_prefect(ports[0]))
             while server and not prefect_server.is_ours(mlflow.address):
                 if server.poll() is not None:
@@ -67,7 +69,7 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
             if not (prefect.ours or mlflow.ours):
                 return
             console.print("Ctrl-C stops the servers that were started here.")
-            os.wait()  # until the first of them ends
+            os.wait()  # returns when the first server ends
             sys.exit("a server ended: its message is above")
         except KeyboardInterrupt:
             pass
@@ -84,12 +86,14 @@ def _print(console: Console, prefect: Page, mlflow: Page) -> None:
 
 @contextmanager
 def _prefect(port: int) -> Iterator[Page]:
-    """Yield Prefect's page, which all workspaces share."""
+    """Yield Prefect's page, which shows the runs of all workspaces; start its server if needed."""
     known, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
     if (url := known.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
         place = redaction.shown(known.ui_url or url.rstrip("/").removesuffix("/api"))
         yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False, remote=True)
-    elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(_MLFLOW):  # `eckart serve`'s
+    elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(
+        _MLFLOW
+    ):  # of `eckart serve` or another `eckart ui`
         yield Page(address, _runs(address), ours=False)
     else:
         with prefect_server.started(port, pages=True, auth=access_key.auth_string()) as address:
@@ -104,10 +108,10 @@ def _runs(address: str) -> str:
 
 @contextmanager
 def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
-    """Yield MLflow's page of this workspace's store, and its process if it is started here.
+    """Yield MLflow's page for this workspace, and the process of its server if the server is started here.
 
     Raises:
-        ServerError: another program has the port, or a server of ours for another store.
+        ServerError: the port is taken by another program, or by a server of ours for another database.
     """
     database.set_aside_damaged()
     store, address = database.address(), f"http://{settings.LOOPBACK}:{port}"
@@ -139,7 +143,7 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
 
 
 def _study() -> str:
-    """Name the study whose runs are in the store, or its folder."""
+    """Return the study of this workspace in words; only its folder if params.yaml cannot be read."""
     try:
         return f"the study {schema.read()['study']['name']} of {Path.cwd()}"
     except (EckartError, OSError, KeyError, TypeError):
@@ -147,7 +151,10 @@ def _study() -> str:
 
 
 def _environment(store: str, address: str, serves: str) -> dict[str, str]:
-    """Return the environment of MLflow's server. The store may hold a password, which a command line would show."""
+    """Return the environment for MLflow's server.
+
+    The URL of the store is in it, not on the command line, because the URL may contain a password.
+    """
     auth = access_key.auth_string()
     return {
         **os.environ,

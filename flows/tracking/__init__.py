@@ -1,1 +1,1 @@
-"""A projection of DVC's results to MLflow, which can be repeated."""
+"""Logging to MLflow of the results that are in DVC. It can be repeated at any time."""

@@ -1,6 +1,7 @@
-"""A candidate in MLflow's list of models, with its scores and the data they were measured on.
+"""Entries for candidates in MLflow's list of models, with their scores and the data sets of the scores.
 
-The model is external: its weights stay in DVC, and tags say where. Only a registered version has its weights in MLflow.
+The entries are external models: the weights stay in DVC, and tags say where. MLflow stores the weights of registered
+versions only.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from tasks.artifacts.names import recipe_and_keep
 from tasks.artifacts.paths import FINETUNED
 
 KEY = "dvc.key"
-"""Tag of a candidate's model, but not of a version: the digest of what its stages computed."""
+"""Tag of a candidate's model, but not of a version: key of the candidate's stages, see `mirror.key_of`."""
 _SPLITS = {
     "validation.": "validation",
     **dict.fromkeys(("shaped.", "factorized.", "recovered.", "onnx.score.", "int8.score."), "test"),
 }
-"""Beginning of a metric's name → the split it was measured on; other metrics belong to no data set."""
+"""Beginning of a metric's name → the split on which it was measured. Other metrics belong to no data set."""
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
-    """Return the model of the candidate whose stages have this key; one that is not READY was cut off."""
+    """Return the model with this key, if there is one. If its status is not READY, its logging was interrupted."""
     models = client.search_logged_models([experiment], f"tags.`{KEY}` = '{key}'", max_results=1)
     return models[0] if models else None
 
@@ -34,7 +35,12 @@ def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
 def log(
     client: MlflowClient, run: str, model: LoggedModel, outcomes: Sequence[Outcome], metrics: Sequence[Metric]
 ) -> None:
-    """Log the metrics of the model, measured by the stages with these outcomes, in its `run`."""
+    """Log the metrics of a candidate's model in the candidate's run, and mark the model as READY.
+
+    Args:
+        run: id of the candidate's run.
+        outcomes: outcomes of the stages that measured the metrics.
+    """
     client.log_batch(run, metrics=list(_linked(model.model_id, outcomes, metrics)))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run, [LoggedModelOutput(model.model_id, step=0)])
@@ -43,13 +49,13 @@ def log(
 def create(
     client: MlflowClient, run: RunInfo, candidate: str, outcomes: Sequence[Outcome], tags: Mapping[str, str]
 ) -> LoggedModel:
-    """Create the model of the candidate that the `run` made, without its metrics."""
+    """Create the model of the candidate, as an output of its run; `log` adds the metrics."""
     recipe, keep = recipe_and_keep(candidate)
     path = str(FINETUNED / candidate)
     content = next((outcome.outs[path] for outcome in outcomes if path in outcome.outs), "")
     return client.create_logged_model(
         run.experiment_id,
-        candidate.replace(".", "_"),  # names of models have no dots
+        candidate.replace(".", "_"),  # MLflow allows no dots in the names of models
         run.run_id,
         tags={**tags, "dvc.path": path, "dvc.md5": content, MLFLOW_MODEL_IS_EXTERNAL: "true"},
         params={"recipe": recipe, "keep": keep},
@@ -57,7 +63,7 @@ def create(
 
 
 def _linked(model: str, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> Iterator[Metric]:
-    """Yield the metrics, linked to the model and, where they were measured on a split, to that data set."""
+    """Yield the metrics with links to the model and, if they were measured on a split, to that data set."""
     read = [item for outcome in outcomes for item in outcome.deps.items()]
     data = {Path(path).stem: (path, md5) for path, md5 in read if path.endswith(".parquet")}
     for metric in metrics:

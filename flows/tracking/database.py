@@ -1,4 +1,7 @@
-"""Where MLflow is: the server of the environment or else a database in the workspace, set aside once it is damaged."""
+"""URL of MLflow's store: the server that the environment names, else a database file in the workspace.
+
+If the file is damaged, it is renamed, and MLflow starts a new one.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ _LOCK = Path(".eckart/mlflow.lock")
 
 
 def address() -> str:
-    """Return the tracking store's address: MLFLOW_TRACKING_URI, or the database in the working directory."""
+    """Return the URL of the tracking store: MLFLOW_TRACKING_URI, or the database file in the working directory."""
     return os.environ.get("MLFLOW_TRACKING_URI") or _own()
 
 
 def registry_address() -> str:
-    """Return the model registry's address: MLFLOW_REGISTRY_URI, or that of the tracking store."""
+    """Return the URL of the model registry: MLFLOW_REGISTRY_URI, or the URL of the tracking store."""
     return os.environ.get("MLFLOW_REGISTRY_URI") or address()
 
 
 def is_local() -> bool:
-    """Whether the tracking store is the workspace's own database."""
+    """Whether the tracking store is the database file in the working directory."""
     return address() == _own()
 
 
@@ -36,21 +39,24 @@ def _own() -> str:
 
 
 def set_aside_damaged() -> str:
-    """Rename a damaged database so that MLflow begins a new one; return a message, empty if nothing was done.
+    """Rename the database file if it is damaged, so that MLflow starts a new one.
 
-    Results are in DVC, from where MLflow is filled again. The registry is not: it is lost unless the damaged file can
-    be repaired.
+    The next run logs all results again, because they are in DVC. The model registry is not in DVC: it is lost unless
+    the damaged file can be repaired.
+
+    Returns:
+        A message for the user; empty if the file was not damaged.
     """
     if not is_local() or not FILE.exists() or not (cause := _damage()):
         return ""
     _LOCK.parent.mkdir(exist_ok=True)
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (FILE.exists() and _damage()):  # another process was first, and a new one may be there
+        if not (FILE.exists() and _damage()):  # another process has renamed it, and there may be a new file
             return ""
         names = chain([f"{FILE.name}.damaged"], (f"{FILE.name}.damaged-{number}" for number in count(2)))
         aside = next(path for path in map(FILE.with_name, names) if not path.exists())
-        for ending in ("-journal", "-wal", "-shm"):  # SQLite's own: it would put them into the new one
+        for ending in ("-journal", "-wal", "-shm"):  # SQLite's journals, which it would apply to the new file
             if (journal := FILE.with_name(FILE.name + ending)).exists():
                 journal.replace(aside.with_name(aside.name + ending))
         FILE.replace(aside)
@@ -63,16 +69,16 @@ def set_aside_damaged() -> str:
 
 
 def damaged() -> list[Path]:
-    """Return the databases that were set aside."""
+    """Return the damaged database files that were renamed."""
     return sorted(FILE.parent.glob(f"{FILE.name}.damaged*"))
 
 
 def _damage() -> str:
-    """Return what SQLite's check of all pages finds wrong; empty if the file is sound or merely locked."""
+    """Return the fault that SQLite's check of the file finds; empty if the file is sound, locked or not readable."""
     try:
         with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=rw", uri=True)) as connection:
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.OperationalError:  # locked, or not readable: MLflow says so
+    except sqlite3.OperationalError:  # locked or not readable: MLflow reports that
         return ""
     except sqlite3.DatabaseError as error:
         return str(error)

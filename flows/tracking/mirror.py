@@ -1,7 +1,8 @@
-"""Mirror study runs to MLflow: a parent run per study run, and a child run per candidate made in it.
+"""Log study runs to MLflow: a parent run for each study run, and a child run for each candidate made in it.
 
-Everything is read from stage outcomes and stage outputs, so that the next study run backfills what MLflow missed (a new
-database, a server that was down, a `dvc repro` by hand). No failure of MLflow stops a study.
+All logged values come from the outcomes and outputs of stages. So the next study run can add everything that MLflow
+missed, because its database was new, its server was down, or somebody ran `dvc repro`. A failure of MLflow never stops
+a study.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ P = ParamSpec("P")
 
 _LOCAL = SourceType.to_string(SourceType.LOCAL)
 _BACKFILLED = {"eckart.backfilled": "true", MLFLOW_SOURCE_NAME: "dvc.lock", MLFLOW_SOURCE_TYPE: _LOCAL}
-_POLL = 1.0  # seconds between two looks at a growing training curve
+_POLL = 1.0  # seconds between two reads of a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
-_TIMES = "benchmark"  # the stage that times all candidates at once
-_TIMES_KEY = "dvc.times"  # tag: the key of the times that a candidate's run has
+_TIMES = "benchmark"  # the stage that measures the speed of all candidates
+_TIMES_KEY = "dvc.times"  # tag of a candidate's run: key of the stage outcome whose times it has
 LINEAGE = "lineage.json"
-"""Artifact of a study's run: the run of each candidate, and the inputs and outputs of each stage by DVC's digests."""
+"""Artifact of the parent run: the run of each candidate; status, key and digests of the outputs of each stage."""
 _BEST_METRICS = ("validation.metric", "recovered.metric", "target_parameters")  # logged in the parent run, too
-_OTHER_CURVES = ("search", "control")  # folder or file of the curves that belong to neither a recovery nor the teacher
+_OTHER_CURVES = ("search", "control")  # folder or file names of the training curves of searches and of the control
 
 
 def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concatenate[Mirror, P], None]:
-    """Wrap a method that needs MLflow: its first failure is a warning, and the study goes on without MLflow."""
+    """Wrap a method that uses MLflow: after a first failure, log a warning and skip all further calls."""
 
     @wraps(method)
     def forgiving(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -67,7 +68,7 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
             return
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # a store may fail in any way; none of them is the study's
+        except Exception as error:  # a store may raise any error, and none may stop the study
             self.down = True
             log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", error)
 
@@ -75,7 +76,13 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """Logs one study run of the working directory to MLflow."""
+    """The runs in MLflow of one study run of the working directory.
+
+    Args:
+        study: name of the study.
+        planned: all stages of the study.
+        tags: further tags for the runs.
+    """
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
@@ -85,29 +92,29 @@ class Mirror:
             _WORKSPACE: f"{platform.node()} {Path.cwd()}",
         }
         self.origin = {MLFLOW_SOURCE_NAME: "eckart run", MLFLOW_SOURCE_TYPE: _LOCAL, **tags, **git()}
-        """Tags of what made the results, for the parent and for candidates with executed stages."""
+        """Tags of the results' origin, for the parent run and for candidates with stages that are executed now."""
         self.down = False
         self.lineage: dict[str, str] = {}
-        """Candidate → the run that made it, in this study run or an earlier one."""
+        """Candidate → id of its run, which belongs to this study run or an earlier one."""
         self._stages: dict[str, list[str]] = {}
         for stage in planned:
             self._stages.setdefault(candidate_of(stage.name), []).append(stage.name)
         self._shared = _shared(planned)
         cached = [stage.cached for stage in planned if stage.cached]
         self._known_key = key_of(cached) if len(cached) == len(planned) else ""
-        """The key of the whole study, where nothing is to be run."""
+        """Key of the whole study if all stages are up to date; else empty."""
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
-        """Candidate and prefix of a curve's metrics → number of its points that were logged."""
+        """Candidate and prefix of a training curve's metrics → number of points that were logged."""
         self._guard = threading.RLock()
         self._machine: SystemMetricsMonitor | None = None
         """Logs CPU, memory, disk and network of this machine in the parent run, every ten seconds."""
 
     @_mirrored
     def start(self, parameters: Mapping[str, Any]) -> None:
-        """Open the parent run; if nothing is to be run, take the finished run with the same results, if any."""
+        """Open the parent run. If all stages are up to date, reuse a finished run with the same results, if any."""
         self.client = MlflowClient(database.address())
         self.experiment = experiment(self.client, self.study)
         self._end_abandoned()
@@ -126,12 +133,12 @@ class Mirror:
         return str(run)
 
     def _name(self) -> str:
-        """Return the name in the list of runs: the number of candidates, and in the end what was done."""
+        """Return the name of the parent run in MLflow's list of runs: study and number of candidates."""
         count = sum(bool(candidate) for candidate in self._stages)
         return f"{self.study}: {count} candidate{'s' * (count != 1)}"
 
     def _end_abandoned(self) -> None:
-        """End runs whose flow was killed or lost MLflow, which would stay RUNNING for ever."""
+        """End the open runs of processes that no longer exist; otherwise the runs would stay RUNNING for ever."""
         for run in self.client.search_runs([self.experiment], "attributes.status = 'RUNNING'"):
             process = run.data.tags.get(_PROCESS)
             if process and _is_gone(process):
@@ -139,7 +146,10 @@ class Mirror:
 
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:
-        """While a training stage runs, log its curve as it grows: in the candidate's run, else in the parent."""
+        """While a stage runs, log the new points of its training curves.
+
+        They go to the candidate's run, or to the parent run if the stage belongs to no candidate.
+        """
         candidate = candidate_of(planned.name)
         if candidate:
             self._open(candidate, self.origin)
@@ -156,14 +166,14 @@ class Mirror:
     def _watch(self, candidate: str, curves: Sequence[Path], ended: threading.Event) -> None:
         over = False
         while not over:
-            over = ended.wait(_POLL)  # and once more then
+            over = ended.wait(_POLL)  # the curves are read once more after the end
             for file in curves:
                 self._log_curve(candidate, file)
 
     @_mirrored
     def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
         with self._guard:
-            if self._is_known:  # but that run has no such candidate
+            if self._is_known:  # the reused parent run has no such candidate
                 self.parent, self._is_known = self._new_parent(), False
             if candidate not in self._children:
                 tags = {**self.tags, **origin, MLFLOW_PARENT_RUN_ID: self.parent, "eckart.candidate": candidate}
@@ -172,10 +182,10 @@ class Mirror:
 
     @_mirrored
     def _log_curve(self, candidate: str, file: Path) -> None:
-        """Log the new points of the curve, without a line that is still being written.
+        """Log the new points of a training curve; skip a line that is not written to its end.
 
-        A candidate trains up to twice, before and after its factorization, and the parent has the teacher and the
-        control: hence a prefix for the second of two curves.
+        A run may have two curves: a candidate's of search and recovery, or the parent's of teacher and control. The
+        metrics of search and control get a prefix.
         """
         part = next((name for name in _OTHER_CURVES if name in (file.parent.name, file.stem)), "")
         prefix = f"{part}." if part else ""
@@ -192,7 +202,7 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; after a candidate's last stage complete its run, or find an earlier one."""
+        """Note that a stage is done. After a candidate's last stage, complete its run, or reuse an earlier one."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
             for candidate, stages in self._stages.items():
@@ -203,7 +213,11 @@ class Mirror:
                     self._log_times(candidate)
 
     def page(self, run: str | None = None) -> str:
-        """Return the address of a run's page, by default the parent's; call `start` before."""
+        """Return the URL of a run's page in MLflow. `start` must have been called.
+
+        Args:
+            run: id of the run; None: the parent run.
+        """
         address = database.address()
         server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
@@ -216,7 +230,7 @@ class Mirror:
             if other := self._elsewhere(candidate):
                 self.lineage[candidate] = other
                 return
-            # Made before this study run, by `dvc repro` or while MLflow was away, from an unknown revision.
+            # Made before this study run, by `dvc repro` or while MLflow was down, from an unknown git revision.
             self._open(candidate, _BACKFILLED)
         if candidate in self._children:
             metrics = self._fill(candidate, outcomes)
@@ -225,7 +239,7 @@ class Mirror:
         self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
 
     def _model(self, candidate: str, run: Run, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> str:
-        """Return the id of the candidate's model in MLflow; create it with the `metrics` of its run if needed."""
+        """Return the id of the candidate's model in MLflow; if it does not exist, create it with these metrics."""
         if run.outputs and run.outputs.model_outputs:
             return str(run.outputs.model_outputs[0].model_id)
         key = key_of(outcomes)
@@ -238,7 +252,7 @@ class Mirror:
         return str(model.model_id)
 
     def _elsewhere(self, candidate: str) -> str | None:
-        """Return the open run of another flow that runs in this workspace at the same time."""
+        """Return the id of the candidate's open run of another study run in this workspace, if there is one."""
         query = f"attributes.status = 'RUNNING' and tags.`eckart.candidate` = '{candidate}'"
         for run in self.client.search_runs([self.experiment], query):
             tags = run.data.tags
@@ -247,7 +261,11 @@ class Mirror:
         return None
 
     def _single(self, key: str) -> list[Run]:
-        """Keep one run of a computation: the first, where flows side by side ran stages of it."""
+        """Keep the first finished run with this key; mark others, of study runs at the same time, as its copies.
+
+        Returns:
+            A list with the first run.
+        """
         first, *others = _finished(self.client, self.experiment, key)
         for run in others:
             self.client.set_tag(run.info.run_id, "eckart.same_as", first.info.run_id)
@@ -255,8 +273,8 @@ class Mirror:
         return [first]
 
     def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
-        """Complete the candidate's run of this flow; return the metrics of the candidate's own stages."""
-        # The control belongs to no candidate: a new control leaves their runs unchanged.
+        """Complete the candidate's child run of this study run; return the metrics of the candidate's own stages."""
+        # Leave out the control, which belongs to no candidate: a new control must not change the candidates' runs.
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
         run, own = self._children[candidate], _metrics(outcomes)
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
@@ -272,14 +290,18 @@ class Mirror:
         return own
 
     def _log_times(self, candidate: str) -> None:
-        """Log the candidate's times once its run is complete; also in an earlier run that has other times."""
+        """Log the candidate's measured times if its run, which may be an earlier one, is complete and lacks them."""
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
         if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
             metrics = _points(_numbers([times], candidate), self._models.get(candidate))
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
-        """Close the parent run, and close as failed the runs of candidates that were not completed."""
+        """Close the parent run; close the runs of unfinished candidates as failed.
+
+        Args:
+            complete: whether all stages are up to date.
+        """
         if self._machine:
             self._machine.finish()
         self._close(complete)
@@ -313,7 +335,10 @@ class Mirror:
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
-    """Return the candidate that a promotion takes, as the compare stage wrote it down, and its numbers."""
+    """Return the candidate that a promotion would take, and its numbers; None if there is none.
+
+    The stage `compare` has written the name into a file.
+    """
     if not any(str(CHOICE) in outcome.outs for outcome in outcomes):
         return None
     name = Chosen.model_validate_json(CHOICE.read_text()).candidate
@@ -322,7 +347,7 @@ def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
 
 
 def _shared(planned: Sequence[Planned]) -> list[str]:
-    """Return the stages that depend on no candidate, in order; the original model's score is among them."""
+    """Return the stages that depend on no candidate, such as `dense`, in the order of `planned`."""
     own: set[str] = set()
     for stage in planned:  # upstream first
         if candidate_of(stage.name) or own & set(stage.upstream):
@@ -331,36 +356,39 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
 
 
 def experiment(client: MlflowClient, study: str) -> str:
-    """Return the id of the study's experiment; a new one in the workspace's own store keeps its artifacts there."""
+    """Return the id of the study's experiment in MLflow; create it if needed.
+
+    If the store is in the workspace, the artifacts of a new experiment are there, too.
+    """
     if known := client.get_experiment_by_name(study):
         return known.experiment_id
     try:
         return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
-        if known := client.get_experiment_by_name(study):  # another flow was faster
+        if known := client.get_experiment_by_name(study):  # another study run has just created it
             return known.experiment_id
         raise
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> str | None:
-    """Return the finished run of the candidate, or of the study, whose stages have this key."""
+    """Return the id of the first finished run, of a candidate or a study, with this key; see `key_of`."""
     return next((str(run.info.run_id) for run in _finished(client, experiment, key)), None)
 
 
 def _finished(client: MlflowClient, experiment: str, key: str) -> list[Run]:
-    """Return the finished runs with this key, in the order in which they finished."""
+    """Return the finished runs with this key, sorted by the time of their end."""
     query = f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'"
     return list(client.search_runs([experiment], query, order_by=["attributes.end_time ASC"]))
 
 
 def key_of(outcomes: Sequence[Outcome]) -> str:
-    """Return a digest of what a candidate's stages computed: runs with equal keys are the same computation."""
+    """Return a digest of the computations of stages: runs with the same key have computed the same."""
     content = json.dumps({outcome.stage: outcome.key for outcome in outcomes}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def git() -> dict[str, str]:
-    """Return tags of the code's revision, and whether it was edited since."""
+    """Return tags with the git revision, and whether files differ from it; empty outside a git repository."""
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if revision.returncode:
         return {}
@@ -369,7 +397,7 @@ def git() -> dict[str, str]:
 
 
 def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return tags that lead back to DVC: the stages' entries in dvc.lock, and the digests of their outputs."""
+    """Return tags with which the results can be found in DVC: keys of the stages, and digests of their outputs."""
     return {
         "dvc.key": key_of(outcomes),
         "dvc.stages": json.dumps({outcome.stage: outcome.key for outcome in outcomes}),
@@ -387,12 +415,12 @@ def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metr
 
 
 def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, float]:
-    """Return the numbers in the JSON outputs of the stages; those of the original model begin with `dense`.
+    """Return dotted name → number for all numbers in the stages' JSON outputs, without nulls and entries of targets.
 
-    Values that were not measured (null) and the entries of every target are left out.
+    The names of numbers of the original model begin with `dense`.
 
     Args:
-        candidate: the one whose times to take from those measured together.
+        candidate: the entry to read in the output of the stage `benchmark`, which has the times of all candidates.
     """
     numbers: dict[str, float] = {}
     for outcome in outcomes:
@@ -411,7 +439,7 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
 
 
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the parameters that DVC tracks, under one name for all recipes."""
+    """Return the parameters that the stages read. Their names do not contain the recipe, so runs can be compared."""
     recipe, keep = recipe_and_keep(candidate)
     tracked = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
     own = {
@@ -427,7 +455,7 @@ def _params(values: Mapping[str, Any]) -> list[Param]:
 
 
 def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
-    """Return the data sets that the stages read, with DVC's digests."""
+    """Return the data sets that the stages read, with DVC's digests, for MLflow's list of a run's inputs."""
     read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
     return [
         DatasetInput(
@@ -439,13 +467,14 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
 
 
 def _process(process: psutil.Process) -> str:
-    """Return a unique name of a process: ids are reused, and every machine has the same ones."""
-    began = process.create_time() - psutil.boot_time()  # a clock correction moves both
+    """Return a unique name of a process: machine, id and start time, because ids are reused."""
+    # Relative to the boot, because a correction of the clock changes both times.
+    began = process.create_time() - psutil.boot_time()
     return f"{platform.node()} {process.pid} {began:.2f}"
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a process of this machine has ended; False for other machines."""
+    """Whether the named process has ended; False if it is a process of another machine."""
     node, number, _ = name.rsplit(" ", 2)
     if node != platform.node():
         return False
@@ -456,7 +485,7 @@ def _is_gone(name: str) -> bool:
 
 
 def flatten(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings and sections of params.yaml to dotted names; lists stay values."""
+    """Flatten nested mappings and sections of params.yaml: dotted name → value. A list is a value."""
     if isinstance(content, BaseModel):
         content = content.model_dump()
     if not isinstance(content, Mapping):
