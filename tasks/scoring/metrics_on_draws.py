@@ -24,7 +24,7 @@ class Draws:
 
     @cached_property
     def times(self) -> np.ndarray:
-        """How often each draw contains each row, `(draws, rows)`."""
+        """The number of times that each draw contains each row, `(draws, rows)`."""
         return np.stack([np.bincount(draw, minlength=self.rows.shape[1]) for draw in self.rows]).astype(float)
 
 
