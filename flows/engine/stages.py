@@ -205,7 +205,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save()
                 _discard_corrupt(stage)
                 stage.commit()
-                stage.dump(update_pipeline=False)
+                lock_file.write(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = done.seconds if isinstance(done, Outcome) else done

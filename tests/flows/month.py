@@ -170,10 +170,9 @@ class Month:
             return client.read_flow_run(run)
 
     def locked(self) -> dict[str, Any]:
-        """Return the entries of dvc.lock, by stage; none while DVC writes it."""
+        """Return the entries of dvc.lock, by stage."""
         file = self.root / "dvc.lock"
-        content = YAML(typ="safe").load(file.read_text()) if file.exists() else None
-        return dict(content["stages"]) if content else {}
+        return dict(YAML(typ="safe").load(file.read_text())["stages"]) if file.exists() else {}
 
     def up_to_date(self) -> bool:
         """Whether nothing is stale."""
@@ -223,7 +222,7 @@ class Month:
             process = forked.start(one_night, str(self.root), self.environment, run, output.name)
             if killed:
                 before = self.locked()["teacher"]
-                until(lambda: self.locked().get("teacher", before) != before or process.exitcode is not None)
+                until(lambda: self.locked()["teacher"] != before or process.exitcode is not None)
                 assert process.exitcode is None, output.read()
                 process.kill()
             process.join()

@@ -1,10 +1,12 @@
 """The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +72,40 @@ def test_engine_writes_the_lock_file_that_dvc_repro_writes(workspace: Path, tmp_
     call(other, "dvc", "repro")
     for stage in ALL:
         assert entries(workspace)[stage] == entries(other)[stage]
+
+
+AWKWARD = """\
+items: [a, b]
+gain:
+  a: {long: "WORDS", nil: null, empty: [], "on": "off", tiny: 1.0e-5, lines: "a: b # c\\n\\nd"}
+  b: {one: [1, 2], other: [1, 2]}
+"""
+AWKWARD = AWKWARD.replace("WORDS", "many words " * 20)
+TWICE = AWKWARD.replace("one: [1, 2]", "one: &same [3]").replace("other: [1, 2]", "other: *same ")
+
+
+def test_an_entry_is_written_in_the_bytes_of_dvc(workspace: Path) -> None:
+    """First, in between and last; also if a person has changed the layout, or if the same list stands twice."""
+    file = workspace / "dvc.lock"
+
+    def after(params: str) -> str:
+        (workspace / "params.yaml").write_text(params)
+        run_all(workspace)
+        return file.read_text()
+
+    written = [after(params) for params in (PARAMS, AWKWARD, TWICE)]
+    assert "&id001" in written[-1]
+    edited = [f"# by hand\n{written[0]}", written[0].rstrip("\n"), f"{written[0]}datasets: []\n"]
+    for params in (PARAMS, AWKWARD, TWICE):
+        after(params)
+        with locks.repository() as repo:
+            for stage, before in itertools.product(repo.index.stages, ["", *written, *edited]):
+                file.write_text(before)
+                stage.dump(update_pipeline=False)
+                expected = file.read_bytes()
+                file.write_text(before)
+                lock_file.write(stage)
+                assert file.read_bytes() == expected
 
 
 def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:
@@ -403,6 +439,19 @@ def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path, content
     run_all(workspace)
     (workspace / ".dvc/tmp/rwlock").write_bytes(content.encode(errors="surrogateescape"))
     assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_the_lock_file_is_written_from_another_disk_too(workspace: Path) -> None:
+    """.dvc/tmp is a link to one."""
+    disks = [Path(disk) for disk in ("/dev/shm", "/var/tmp") if Path(disk).is_dir()]
+    other = [disk for disk in disks if disk.stat().st_dev != workspace.stat().st_dev]
+    if not other:
+        pytest.skip("this machine has one disk")
+    with tempfile.TemporaryDirectory(dir=other[0]) as folder:
+        shutil.rmtree(workspace / ".dvc/tmp")
+        (workspace / ".dvc/tmp").symlink_to(folder)
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert set(run_all(workspace).values()) == {"Cached"}
 
 
 TWO = """\
