@@ -43,7 +43,7 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
 def _carve(
     source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
 ) -> dict[Split, pd.DataFrame]:
-    """Return train, validation and test. A missing split gets its share of the training rows, chosen by their hashes.
+    """Return train, validation and test. A missing split gets its share of train, chosen by hash.
 
     Args:
         contents: rows → the content of each row that is hashed.
@@ -59,7 +59,7 @@ def _carve(
 
 
 def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
-    """Drop training rows that also occur in validation or test, and validation rows that also occur in test.
+    """Drop training examples that also occur in validation or test, and validation examples that also occur in test.
 
     Labels are not compared.
     """

@@ -28,7 +28,7 @@ class Classification(SequenceTask):
     mean_metrics: ClassVar = ("accuracy",)
     calibration_labels: ClassVar = ("given", "expected", "drawn")
     problem_type: ClassVar = "single_label_classification"
-    trivial_answer: ClassVar = "the most frequent class of the training rows"
+    trivial_answer: ClassVar = "the most frequent class of the training examples"
     answer_columns: ClassVar = {"label": STRING, "score": NUMBER}
 
     @classmethod
@@ -65,7 +65,7 @@ class Classification(SequenceTask):
         return [{"label": self.spec.labels[label], "score": score} for label, score in pairs]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict the most frequent class of the training rows for every row."""
+        """Predict the most frequent class of the training examples for every example."""
         return pd.DataFrame({"label": frame["label"], "guess": int(train["label"].mode()[0])})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:

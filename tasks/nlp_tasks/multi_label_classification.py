@@ -40,7 +40,7 @@ class MultiLabelClassification(SequenceTask):
     calibration_labels: ClassVar = ("given", "drawn")  # an expectation would be over 2^labels sets of labels
     may_be_empty: ClassVar = ("label",)
     problem_type: ClassVar = "multi_label_classification"
-    trivial_answer: ClassVar = "the most frequent set of labels of the training rows"
+    trivial_answer: ClassVar = "the most frequent set of labels of the training examples"
     answer_columns: ClassVar = {"labels": STRINGS, "scores": NUMBERS}
 
     @classmethod
@@ -99,7 +99,7 @@ class MultiLabelClassification(SequenceTask):
         ]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict the most frequent set of labels of the training rows for every row; the first set in a tie."""
+        """Predict the most frequent set of labels in train for every example; the first set in a tie."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
         guess = np.array(self.targets(pd.Series([most] * len(frame))), int)
         return _contributions(np.array(self.targets(frame["label"]), int), guess)

@@ -72,7 +72,7 @@ class NlpTask(ABC):
     metrics: ClassVar[tuple[MetricName, ...]]
     """The metrics that data.metric may name; `eckart init` writes the first."""
     trivial_answer: ClassVar[str]
-    """The answer of the trivial baseline in words, such as "the most frequent class of the training rows"."""
+    """The answer of the trivial baseline in words, such as "the most frequent class of the training examples"."""
     answer_columns: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Columns of a served version's answers: name → type."""
 

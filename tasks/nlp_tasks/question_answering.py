@@ -46,7 +46,7 @@ class QuestionAnswering(NlpTask):
     auto_class: ClassVar = "AutoModelForQuestionAnswering"
     own_loss: ClassVar = False
     pipeline: ClassVar = "question-answering"
-    trivial_answer: ClassVar = "the most frequent answer of the training rows"
+    trivial_answer: ClassVar = "the most frequent answer of the training examples"
     answer_columns: ClassVar = {"answer": STRING, "score": NUMBER}
 
     @classmethod

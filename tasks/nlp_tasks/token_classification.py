@@ -47,7 +47,7 @@ class TokenClassification(NlpTask):
     problem_type: ClassVar = "single_label_classification"
     own_loss: ClassVar = False
     pipeline: ClassVar = "token-classification"
-    trivial_answer: ClassVar = "the most frequent tag of the training rows"
+    trivial_answer: ClassVar = "the most frequent tag of the training examples"
     answer_columns: ClassVar = {"tags": STRINGS}
 
     @classmethod
@@ -179,7 +179,7 @@ class TokenClassification(NlpTask):
         return all(ENTITY_TAG.fullmatch(tag) for tag in self.spec.labels)
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict the most frequent tag of the training rows for every word."""
+        """Predict the most frequent tag of the training examples for every word."""
         most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
         labels = [np.array(row) for row in self.columns(frame, tokenizer, "test")["labels"]]
         wanted = [row[row != IGNORED] for row in labels]

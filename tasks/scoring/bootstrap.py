@@ -1,9 +1,9 @@
-"""Paired bootstrap: confidence intervals for the difference between two models' metrics on the same test rows.
+"""Paired bootstrap: confidence intervals for the difference between two models' metrics on the same test examples.
 
-Rows are drawn with replacement, and all models are scored on the same draws. The interval of a difference is taken from
-the differences on the draws. It covers the choice of test rows, but not of the training seed. Unlike scipy's bootstrap,
-each model is scored only once on all draws, not again for each difference. Most metrics are functions of sums over
-rows, so all draws are scored with one matrix product.
+Examples are drawn with replacement, and all models are scored on the same draws. The interval of a difference is taken
+from the differences on the draws. It covers the choice of test examples, but not of the training seed. Unlike scipy's
+bootstrap, each model is scored only once on all draws, not again for each difference. Most metrics are functions of
+sums over rows, so all draws are scored with one matrix product.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13; Koehn, EMNLP 2004.
 """
@@ -75,7 +75,7 @@ def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, n
     """
     count, *others = {len(rows) for rows in models.values()}
     if others:
-        raise StageError("models that were scored on different test rows cannot be compared: run the study again")
+        raise StageError("models that were scored on different test examples cannot be compared: run the study again")
     metrics = {name: kind_of(task).on_draws(rows) for name, rows in models.items()}
     generator, at_once = np.random.default_rng(_SEED), max(1, _AT_ONCE // count)
     parts: dict[Model, list[np.ndarray]] = {name: [] for name in models}

@@ -30,7 +30,7 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
     scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
-    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} rows")
+    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
     return scored
 
 

@@ -39,7 +39,7 @@ def warning(task: Task, dense: float, trivial: float, difference: Interval, rows
     Args:
         dense, trivial: the metric of the dense model and of the baseline.
         difference: interval of dense - trivial.
-        rows: number of test rows.
+        rows: number of test examples.
     """
     metric, share = METRICS[task.metric], share_learned(task, dense, trivial)
     is_above = (-difference.sign if metric.lower_is_better else difference.sign) > 0
@@ -52,10 +52,10 @@ def warning(task: Task, dense: float, trivial: float, difference: Interval, rows
     )
     if not is_close and share > 0:
         return (
-            f"On {rows:,} test rows the dense model is not significantly different from one that has learned nothing: "
-            f"{numbers}. Raise data.sizes.test."
+            f"On {rows:,} test examples the original model is not significantly different from one that has learned "
+            f"nothing: {numbers}. Raise data.sizes.test."
         )
     return (
-        f"The dense model has learned next to nothing: {numbers}. What candidates keep of it says little: raise "
+        f"The original model has learned next to nothing: {numbers}. What candidates keep of it says little: raise "
         "teacher.epochs, data.sizes.train or teacher.learning_rate."
     )

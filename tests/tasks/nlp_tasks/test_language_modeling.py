@@ -208,7 +208,7 @@ class TestStages:
             run_stage(stage, "svd", "0.5")
         report = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
         assert report["factorized"] == report["recovered"]
-        assert not re.search("recovered: .* test rows", capsys.readouterr().out)
+        assert not re.search("recovered: .* test examples", capsys.readouterr().out)
 
 
 def write_gguf(file: Path, one: PreTrainedModel) -> None:
