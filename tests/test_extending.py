@@ -25,6 +25,7 @@ import eckart
 from tasks.config.resolved import resolve
 from tasks.config.schema import read
 from tasks.config.validation import check
+from tasks.nlp_tasks import kind_of
 from tests.workspace import run_stage, write_params
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
@@ -76,10 +77,11 @@ TASK_RUN = """
 from pathlib import Path
 import mlflow.pyfunc
 import pandas as pd
-from flows.registry.model_package import answers, settings_of
+from flows.registry.model_package import settings_of
 from flows.registry.pyfunc_model import Served
 from tasks.artifacts.task_spec import load_task
 from tasks.config.validation import check
+from tasks.nlp_tasks import kind_of
 from tests.workspace import run_stage
 
 check()
@@ -88,7 +90,7 @@ for stage in ("extract", "check", "teacher", "control", "dense"):
 served = Served()
 served.load_context(mlflow.pyfunc.PythonModelContext({"model": "models/teacher"}, settings_of(load_task(), 4, 0)))
 found = served.predict(None, pd.DataFrame({"text": ["the plot is dull"]}))
-assert list(found) == answers(load_task()).input_names()
+assert list(found) == list(kind_of(load_task()).answer_columns)
 Path("answer.json").write_text(found.to_json(orient="records"))
 """
 
