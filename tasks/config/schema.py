@@ -57,7 +57,7 @@ PartialShare = Annotated[float, Field(gt=0, lt=1)]
 def _without_password(address: str) -> str:
     if re.search(r"://[^\s/]*@", address):
         raise PydanticCustomError(
-            "password", "holds a user name or password, and this file is shared; give it by the environment instead"
+            "password", "contains a user name or password, but this file is shared; set it in the environment instead"
         )
     return address
 
@@ -67,7 +67,7 @@ Address = Annotated[str, AfterValidator(_without_password)]
 
 def _rising(ends: tuple[float, float]) -> tuple[float, float]:
     if ends[0] > ends[1]:
-        raise PydanticCustomError("range", "is no range; write the least first")
+        raise PydanticCustomError("range", "is not a range; write the smaller number first")
     return ends
 
 
@@ -468,26 +468,26 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # any type: Python refuses the values of some tags and dates
-        raise ParamsError(f"{path} is no valid YAML: {error or type(error).__name__}") from error
+        raise ParamsError(f"{path} is not valid YAML: {error or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
-    if lines := list(_nameless(content)):
+    if lines := list(_invalid_keys(content)):
         raise ParamsError(report(path, lines))
     return content
 
 
-def _nameless(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
+def _invalid_keys(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
     """Yield a mistake for each key that is not a name and each value that contains itself; YAML allows both."""
     if id(content) in within:
-        yield f"{'.'.join(map(str, above))}: holds itself; write out what it is"
+        yield f"{'.'.join(map(str, above))}: contains itself; write out its value"
         return
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in items:
         place = (*above, key)
         if isinstance(content, dict) and not (isinstance(key, str) and key.isprintable() and key.strip()):
-            yield f"{'.'.join(map(str, place))}: is no name of a key; write a word, and in quotes if it is a number"
+            yield f"{'.'.join(map(str, place))}: is not a valid key; write a word, in quotes if it is a number"
         else:
-            yield from _nameless(value, place, (*within, id(content)))
+            yield from _invalid_keys(value, place, (*within, id(content)))
 
 
 @overload
@@ -613,8 +613,8 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
     if kind == "missing":
         return "is missing; add it"
     if kind == "extra_forbidden":
-        meant = get_close_matches(str(details["loc"][-1]), free, n=1)
-        return f"is unknown; write {meant[0]}" if meant else "is unknown; remove it"
+        similar = get_close_matches(str(details["loc"][-1]), free, n=1)
+        return f"is unknown; write {similar[0]}" if similar else "is unknown; remove it"
     if kind == "union_tag_invalid":
         return f"kind is {details['ctx']['tag']!r}; write one of {details['ctx']['expected_tags']}"
     if kind == "union_tag_not_found":
@@ -623,6 +623,6 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
         return "is empty; add an item"
     if kind in ("password", "goal"):
         return message  # without the value, which may be secret
-    there = json.dumps(details["input"], default=str, ensure_ascii=False)
-    shown = there if len(there) <= _LONGEST else f"{there[:_LONGEST]}…"
+    value = json.dumps(details["input"], default=str, ensure_ascii=False)
+    shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
     return f"is {shown}; write {message.removeprefix('Input should be ')}"
