@@ -27,8 +27,9 @@ from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, La
 from tasks.artifacts.task_spec import load_task
 from tasks.config import schema
 from tasks.config.schema import section
-from tasks.models.model_io import TEACHER, check_length, load, place, random_inputs
+from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say
 
 Forward = Callable[[Batch], Any]

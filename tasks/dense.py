@@ -12,8 +12,9 @@ from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.config.schema import Model, section
 from tasks.models import licence, task_head
-from tasks.models.model_io import CONTROL, TEACHER, load, place, size
+from tasks.models.model_io import CONTROL, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.bootstrap import interval, metric_of_all, resampled
 from tasks.scoring.splits import all_scores, same_weights, write_rows

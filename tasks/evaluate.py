@@ -31,8 +31,9 @@ from tasks.artifacts.results_schema import Evaluation, TargetSize
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Evaluate, Model, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, TEACHER, load, place, size
+from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import StageError, run_candidate
 from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
 

@@ -32,9 +32,9 @@ from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAP
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Count, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load, place
+from tasks.models.model_io import DENSE, load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import Collate
+from tasks.nlp_tasks._prediction import Collate, place
 from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
 from tasks.training.loop import train
 

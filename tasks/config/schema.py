@@ -19,6 +19,9 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -85,18 +88,14 @@ class Section(BaseModel):
 class Goal(Section):
     """Goal for candidates: exactly one limit, for the drop of the metric, the speed-up or the size."""
 
-    largest_drop: Annotated[float, Field(ge=0)] | None = Field(
+    largest_drop: NonNegativeFloat | None = Field(
         None, description="maximum drop of data.metric from the original model, on the validation examples"
     )
-    speedup: Annotated[float, Field(gt=0)] | None = Field(
+    speedup: PositiveFloat | None = Field(
         None, description="minimum speed-up over the original model in the same runtime: 1.5 is 1.5 times as fast"
     )
-    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
-        None, description="maximum size of the model file, such as 5 MB"
-    )
-    runtime: Runtime = Field(
-        "torch", description="runtime that the goal is about: torch, or onnxruntime in float32 or int8"
-    )
+    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(None, description="maximum size of the model file: 5 MB")
+    runtime: Runtime = Field("torch", description="runtime of the goal: torch, or onnxruntime in float32 or int8")
 
     @model_validator(mode="after")
     def _one(self) -> Goal:
@@ -127,21 +126,14 @@ class Study(Section):
     )
     control: str | None = Field(
         None,
-        description="recipe whose fine-tuning the original model also gets, for a fair comparison; null: the first of "
-        "study.recipes whose fine-tuning suits it",
+        description="recipe whose fine-tuning the original model also gets, for comparison; null: the first suitable one",
     )
 
 
 class Columns(Section):
-    text: str = Field(
-        "text", description="column of the input text, or of the first of two; docs/tasks.md says what each task reads"
-    )
-    text_pair: str | None = Field(
-        None, description="column of a second text, such as the context of a question; null: one text"
-    )
-    label: str | None = Field(
-        "label", description="column of what the model learns to predict; null for language modeling"
-    )
+    text: str = Field("text", description="column of the input text, or of the first of two (docs/tasks.md)")
+    text_pair: str | None = Field(None, description="column of the second text, if there is one")
+    label: str | None = Field("label", description="column of the labels; null for language modeling")
 
 
 class Splits(Section):
@@ -156,15 +148,8 @@ class Splits(Section):
 
 
 class Shares(Section):
-    validation: PartialShare = Field(
-        0.15, description="share of train that becomes validation, if splits.validation is null"
-    )
-    test: PartialShare = Field(
-        0.2, description="share of train that becomes test, if splits.test is null; a hash of each example decides"
-    )
-
-    def by_split(self) -> dict[Literal["validation", "test"], float]:
-        return {"validation": self.validation, "test": self.test}
+    validation: PartialShare = Field(0.15, description="share of train that becomes validation, if that has no split")
+    test: PartialShare = Field(0.2, description="share of train that becomes test, if that has no split")
 
 
 class Sizes(Section):
@@ -179,25 +164,20 @@ class Sizes(Section):
 class Data(Section):
     source: Address = Field(
         "movie-reviews",
-        description="movie-reviews, product-reviews, tweets or editorials; a path under data/raw; or an id on the "
-        "Hugging Face Hub",
+        description="movie-reviews, product-reviews, tweets, editorials; a path under data/raw; or a Hugging Face id",
     )
-    config: str | None = Field(
-        None, description="configuration of a data set on the hub, such as sst2; null: its only one"
-    )
+    config: str | None = Field(None, description="configuration of a data set on the hub, such as sst2")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
     splits: Splits = Field(Splits(), description="names of the splits in the source")
     shares: Shares = Field(Shares(), description="shares of train that become the splits that the source lacks")
     columns: Columns = Field(Columns(), description="columns to read")
     task: TaskName = Field("classification", description="NLP task; docs/tasks.md lists all")
     metric: MetricName = Field(
-        "accuracy", description="metric that candidates are compared by; docs/tasks.md lists those of each task"
+        "accuracy", description="metric of the comparison; docs/tasks.md lists those of each task"
     )
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")
-    target_length: Count | None = Field(
-        None, description="maximum number of tokens in a summary; for summarization only"
-    )
+    target_length: Count | None = Field(None, description="maximum number of tokens in a summary (summarization only)")
     prefix: str | None = Field(
         None, description='text before each document, such as "summarize: "; "": none; for summarization only'
     )
@@ -230,8 +210,7 @@ class Check(Section):
     )
     largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
         0.6,
-        description="maximum change of the texts since the champion, beyond chance: AUC of a classifier that tells old "
-        "from new texts; 0.5: no change",
+        description="maximum change of the texts since the champion, beyond chance (AUC of a classifier; 0.5: none)",
     )
     drift_rows: Count = Field(5000, description="maximum number of old, and of new, texts for that classifier")
 
@@ -251,17 +230,13 @@ class Model(Section):
 
 
 class Training(Section):
-    epochs: Annotated[float, Field(ge=0)] = Field(
-        1, description="passes over train; 0: the base model is used as it is"
-    )
+    epochs: NonNegativeFloat = Field(1, description="passes over train; 0: the base model stays as it is")
     batch_size: Count = Field(32, description="examples in each step")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(
-        1e-4, description="peak learning rate, after the warm-up; falls linearly to 0"
-    )
+    learning_rate: PositiveFloat = Field(1e-4, description="peak learning rate, after the warm-up; falls linearly to 0")
     warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.1, description="share of the steps in which the learning rate rises"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="weight decay of AdamW")
+    weight_decay: NonNegativeFloat = Field(0.01, description="weight decay of AdamW")
 
 
 class Trainer(Section):
@@ -318,13 +293,11 @@ class Evaluate(Section):
     zero_shot: tuple[str, ...] = Field(
         (), description="lm-eval tasks for a language model, such as [piqa, arc_easy]; needs the extra lm-eval"
     )
-    probes: Annotated[int, Field(ge=0)] = Field(
+    probes: NonNegativeInt = Field(
         16, description="validation examples for measuring the loss when one target alone is factorized; 0: none"
     )
-    continuation: Annotated[int, Field(ge=0)] = Field(
-        32,
-        description="tokens that a language model reads, and then writes, in each of three samples of test text; 0: no "
-        "samples",
+    continuation: NonNegativeInt = Field(
+        32, description="tokens that a language model reads, then writes, in three samples of test text; 0: no samples"
     )
 
 
@@ -354,18 +327,13 @@ class Threads(Section):
 class Limits(Section):
     """Limits that a candidate must keep to."""
 
-    largest_drop: Annotated[float, Field(ge=0)] = Field(
-        0.01, description="maximum drop of data.metric from the original model"
-    )
-    standard_errors: Annotated[float, Field(ge=0)] = Field(
+    largest_drop: NonNegativeFloat = Field(0.01, description="maximum drop of data.metric from the original model")
+    standard_errors: NonNegativeFloat = Field(
         1.0,
-        description="allowance for chance: standard errors by which a candidate may miss largest_drop or least_gain, "
-        "but never by more than largest_drop; 0: none",
+        description="standard errors by which a metric may miss largest_drop or least_gain, up to largest_drop; 0: none",
     )
     keep: Share | None = Field(0.5, description="maximum parameter ratio; null: any")
-    least_speedup: Annotated[float, Field(gt=0)] | None = Field(
-        1.2, description="minimum speed-up over the original model; null: any"
-    )
+    least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
 
     def chance(self, standard_error: float) -> float:
         """Return the distance by which a metric may miss a limit by chance; at most `largest_drop`."""
@@ -388,13 +356,9 @@ class Params(Section):
 
     study: Study = Field(description="recipes and parameter ratios to compare")
     seed: Seed = Field(0, description="seed of every training")
-    threads: Threads = Field(
-        Threads(), description="CPU threads of a stage; another number changes results by rounding"
-    )
+    threads: Threads = Field(Threads(), description="CPU threads of a stage; they change results by rounding")
     data: Data = Field(Data(), description="data set and NLP task")
-    check: Check = Field(
-        Check(), description="limits that the data must keep before anything is trained; null: no limit"
-    )
+    check: Check = Field(Check(), description="limits for the data, checked before training; null: no limit")
     model: Model = Field(Model(), description="base model")
     teacher: Training = Field(
         Training(), description="fine-tuning of the base model on the task; the result is the original model"
@@ -412,9 +376,7 @@ class Params(Section):
     )
     evaluate: Evaluate = Field(Evaluate(), description="scoring of the candidates and the original model")
     export: Export = Field(description="ONNX files of candidates")
-    benchmark: Benchmark = Field(
-        Benchmark(), description="latency measurement of the candidates and the original model"
-    )
+    benchmark: Benchmark = Field(Benchmark(), description="latency of the candidates and the original model")
     promotion: Promotion = Field(
         Promotion(), description="limits that a candidate must keep for `eckart promote` to make it the champion"
     )

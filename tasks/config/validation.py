@@ -150,7 +150,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     if data := typed["data"]:
         given = data.splits.named()
         yield from _repeated("data.splits", list(given.values()))
-        if sum(share for name, share in data.shares.by_split().items() if name not in given) >= 1:
+        if sum(share for name, share in data.shares if name not in given) >= 1:
             yield "data.shares: leave nothing for train; write shares whose sum is below 1"
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:

@@ -60,12 +60,12 @@ def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) ->
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
-            had = _named(_outputs(config))
-            return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
+            names = _named(_outputs(config))
+            return f"The base model's head is kept: its outputs ({names}) are taken for {wanted}, in this order."
         case "other":
-            had = f"{', '.join([*(config.architectures or [])[:1], _named(_outputs(config))])}"
-            said = f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
-            return said + _other_task(config, kind, labels)
+            head = ", ".join([*(config.architectures or [])[:1], _named(_outputs(config))])
+            sentence = f"The base model's head ({head}) does not fit {wanted}: a new head takes its place."
+            return sentence + _other_task(config, kind, labels)
     return ""
 
 
@@ -115,10 +115,10 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     return in_words(config, task.kind, task.labels)
 
 
-def note(folder: Path, said: str) -> None:
+def note(folder: Path, sentence: str) -> None:
     """Write the sentence on the head into the folder of the teacher, unless it is empty."""
-    if said:
-        (folder / _FILE).write_text(f"{said}\n")
+    if sentence:
+        (folder / _FILE).write_text(f"{sentence}\n")
 
 
 def noted(folder: Path) -> str:

@@ -80,7 +80,7 @@ class MultiLabelClassification(SequenceTask):
         In macro F1, a label that is neither wanted nor predicted has F1 0. Exact match is the share of rows with all
         labels right.
         """
-        wanted, guesses = labels.astype(int), _given(outputs)
+        wanted, guesses = labels.astype(int), _predicted(outputs)
         return {
             "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
             "f1_macro": float(f1_score(wanted, guesses, average="macro", zero_division=0)),
@@ -88,21 +88,21 @@ class MultiLabelClassification(SequenceTask):
         }
 
     def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-        return _contributions(labels.astype(int), _given(outputs))
+        return pd.DataFrame({"label": list(labels.astype(int)), "guess": list(_predicted(outputs))})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
         """Return for each row the predicted labels and their probabilities."""
         probabilities = torch.from_numpy(outputs).double().sigmoid().numpy()
         return [
-            {"labels": [self.spec.labels[label] for label in np.flatnonzero(given)], "scores": row[given].tolist()}
-            for row, given in zip(probabilities, _given(outputs).astype(bool), strict=True)
+            {"labels": [self.spec.labels[label] for label in np.flatnonzero(chosen)], "scores": row[chosen].tolist()}
+            for row, chosen in zip(probabilities, _predicted(outputs).astype(bool), strict=True)
         ]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Predict the most frequent set of labels in train for every example; the first set in a tie."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
-        guess = np.array(self.targets(pd.Series([most] * len(frame))), int)
-        return _contributions(np.array(self.targets(frame["label"]), int), guess)
+        wanted, guess = self.targets(frame["label"]), self.targets(pd.Series([most] * len(frame)))
+        return pd.DataFrame({"label": list(np.array(wanted, int)), "guess": list(np.array(guess, int))})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         guesses = {tuple(guess) for guess in rows["guess"]}
@@ -128,10 +128,6 @@ def _labels_of(cell: Any) -> list[Any]:
     return list(dict.fromkeys(label for label in labels if not pd.isna(label) and label != ""))
 
 
-def _given(outputs: np.ndarray) -> np.ndarray:
+def _predicted(outputs: np.ndarray) -> np.ndarray:
     """Return the predicted labels `(rows, labels)`: 1 if the probability is at least the threshold, else 0."""
     return (torch.from_numpy(outputs).double().sigmoid() >= _THRESHOLD).numpy().astype(int)
-
-
-def _contributions(wanted: np.ndarray, guess: np.ndarray) -> pd.DataFrame:
-    return pd.DataFrame({"label": list(wanted), "guess": list(guess)})

@@ -79,7 +79,7 @@ def _floats(labels: pd.Series, params: Data) -> pd.Series:
         numbers = labels.astype("float32")
     except (TypeError, ValueError) as error:
         raise StageError(
-            f"column {params.columns.label} is no number: {error}; or is data.task classification?"
+            f"column {params.columns.label} is not numeric ({error}): correct it, or set data.task to classification"
         ) from error
     if not np.isfinite(numbers).all():
         raise StageError(f"column {params.columns.label} has labels that are not finite: remove those rows")

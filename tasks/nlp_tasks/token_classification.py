@@ -64,7 +64,7 @@ class TokenClassification(NlpTask):
         rows, column = frame["text"], f"column {names['text']} of {source}"
         if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
             raise StageError(
-                f"{column} is not lists of words: data.columns.text must name lists of strings, one a word"
+                f"{column} is not lists of words: data.columns.text must name a column of lists of strings"
             )
         if empty := sum(not len(row) for row in rows):
             raise StageError(f"{column} has {empty} rows without a word: remove them")
@@ -109,7 +109,10 @@ class TokenClassification(NlpTask):
         ]
         tags = frame["label"] if "label" in frame else [np.zeros(len(words), int) for words in frame["text"]]
         rows = zip(columns["input_ids"], tags, firsts, strict=True)
-        labels = [_token_labels(len(ids), np.asarray(row), first) for ids, row, first in rows]
+        labels = []
+        for ids, row_tags, first in rows:
+            labels.append(np.full(len(ids), IGNORED))
+            labels[-1][first[first >= 0]] = np.asarray(row_tags)[first >= 0]
         return {**columns, "labels": labels}, firsts
 
     @property
@@ -217,12 +220,6 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
     predicted, wanted = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
     losses = cross_entropy(predicted.mT, wanted, ignore_index=IGNORED, reduction="none")
     return float((losses.sum(1) / (wanted != IGNORED).sum(1).clamp(min=1)).mean())
-
-
-def _token_labels(tokens: int, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
-    labels = np.full(tokens, IGNORED)
-    labels[first[first >= 0]] = tags[first >= 0]
-    return labels
 
 
 def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
