@@ -126,7 +126,7 @@ class Study(Section):
     )
     control: str | None = Field(
         None,
-        description="recipe whose fine-tuning the original model also gets, for comparison; null: the first suitable one",
+        description="recipe whose fine-tuning the original model also gets, for comparison; null: the first that can",
     )
 
 
@@ -330,7 +330,7 @@ class Limits(Section):
     largest_drop: NonNegativeFloat = Field(0.01, description="maximum drop of data.metric from the original model")
     standard_errors: NonNegativeFloat = Field(
         1.0,
-        description="standard errors by which a metric may miss largest_drop or least_gain, up to largest_drop; 0: none",
+        description="standard errors by which a metric may miss largest_drop or least_gain, up to largest_drop",
     )
     keep: Share | None = Field(0.5, description="maximum parameter ratio; null: any")
     least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")

@@ -136,6 +136,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         stated: params.yaml without defaults. Only recipes that it defines or uses are checked: in other built-in
             recipes, the common `recovery` may cause the contradiction.
     """
+    from eckart.recipe import contradictions
+
     recipes, own = typed["recipes"], stated.get("recipes")
     used, control = _strings(_at(content, "study", "recipes")), _at(content, "study", "control")
     used_recipes = {name: recipe for name in used if (recipe := recipes.get(name))}
@@ -145,7 +147,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
     yield from _control_mistakes(control, recipes, used_recipes)
-    yield from _recipe_mistakes(recipes, [*used, control, *(own if isinstance(own, dict) else ())])
+    for name in dict.fromkeys([*used, *_strings([control]), *(own if isinstance(own, dict) else ())]):
+        for part, mistake in contradictions(recipes[name]) if recipes.get(name) else ():
+            yield f"recipes.{name}.{part}: {mistake}"
     yield from _export_mistakes(typed, content, used)
     if data := typed["data"]:
         given = data.splits.named()
@@ -181,15 +185,6 @@ def _control_mistakes(
         yield f"study.control: the original model cannot be fine-tuned as {control} is; {advice}"
     elif control is None and used_recipes and not {*used_recipes} & {*suited}:
         yield f"study.control: the original model cannot be fine-tuned as any of study.recipes is; {advice}"
-
-
-def _recipe_mistakes(recipes: Mapping[str, Recipe | None], names: Sequence[Any]) -> Iterator[str]:
-    from eckart.recipe import contradictions
-
-    for name in dict.fromkeys(name for name in names if isinstance(name, str)):
-        recipe = recipes.get(name)
-        for part, mistake in contradictions(recipe) if recipe else ():
-            yield f"recipes.{name}.{part}: {mistake}"
 
 
 def _export_mistakes(typed: Mapping[str, Any], content: Mapping[str, Any], used: Sequence[str]) -> Iterator[str]:

@@ -60,7 +60,10 @@ def load_base(params: Model, task: Task) -> Base:
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             config = AutoConfig.from_pretrained(source, **options)
-            _check_code(config)
+            if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
+                raise ValueError(
+                    f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
+                )
             if not extra:
                 check_unquantized(config)
             # Load all files from one commit, even if the hub gets a new one meanwhile.
@@ -108,14 +111,6 @@ def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
     if prefix.strip() and task.prefix is None:
         raise StageError(
             f"model.base was trained with {prefix!r} before each text: set data.prefix to it, or to '' to omit it"
-        )
-
-
-def _check_code(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the config names an attention kernel on the hub: transformers would run its code."""
-    if "/" in (kernel := str(config._attn_implementation)):
-        raise ValueError(
-            f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
         )
 
 

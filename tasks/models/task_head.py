@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tasks.artifacts.task_spec import Task
@@ -99,13 +98,17 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
         )
-    outputs = _outputs_of(model, len(task.labels) or 1)
+    last_layer = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _is_of_head(model, name) and parameter.shape[0] == (len(task.labels) or 1)
+    }
     if head == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
         with torch.no_grad():
-            for parameter in outputs.values():
+            for parameter in last_layer.values():
                 parameter.copy_(parameter[order])
     if head == "other":
-        loaded = (parameter for name, parameter in outputs.items() if name not in {*left, *loading["missing_keys"]})
+        loaded = (parameter for name, parameter in last_layer.items() if name not in {*left, *loading["missing_keys"]})
         spread = getattr(model.config, "initializer_range", None) or 0.02
         with torch.no_grad():
             for parameter in loaded:  # as transformers initializes them
@@ -144,12 +147,3 @@ def _named(names: Sequence[str]) -> str:
 
 def _is_of_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.")
-
-
-def _outputs_of(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
-    """Return name → parameter `(count, …)` of the head's last layer, with `count` outputs."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _is_of_head(model, name) and parameter.shape[0] == count
-    }

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import Batch, Loss, Predictions, span_logits, span_loss
+from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
@@ -110,7 +109,13 @@ class QuestionAnswering(NlpTask):
     ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
         """Return the start and end logits, `(windows, tokens)` each, and the best answer to each question."""
         data = _columns(frame.drop(columns="label", errors="ignore"), windows, tokenizer)
-        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _logits)
+        starts, ends = predict(
+            model,
+            data,
+            self.collate(tokenizer, model),
+            batch,
+            lambda outputs, _: (outputs["start_logits"], outputs["end_logits"]),
+        )
         return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
@@ -129,10 +134,6 @@ def _columns(frame: pd.DataFrame, windows: Sequence[Window], tokenizer: Tokenize
             start += len(answer) - len(answer.lstrip())
             row |= _positions(window, start, start + len(answer.strip()), tokenizer)
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _logits(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
-    return outputs["start_logits"], outputs["end_logits"]
 
 
 def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> dict[str, int]:
