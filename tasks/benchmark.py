@@ -87,18 +87,16 @@ def _load(folder: Path) -> PreTrainedModel:
 def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
     """Split the candidates into chunks that fit into memory; the original model is timed again with each chunk."""
     chunk: list[str] = []
+    total = 0  # bytes of the chunk's weights and ONNX files
     for name in names:
-        if chunk and sum(map(_bytes, [*chunk, name])) > _ROOM:
+        files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
+        size = sum(file.stat().st_size for file in files)
+        if chunk and total + size > _ROOM:
             yield chunk
-            chunk = []
+            chunk, total = [], 0
         chunk.append(name)
+        total += size
     yield chunk
-
-
-def _bytes(name: str) -> int:
-    """Return the size of a candidate's weights and ONNX files (if it has any), in bytes."""
-    files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
-    return sum(file.stat().st_size for file in files)
 
 
 def _latencies(

@@ -85,15 +85,15 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         _examples(split, model, tokenizer) if folder.parent == FINETUNED else () for split in ("test", "calibration")
     )
     try:
-        made = onnx.export(model, tokenizer, file, test, int8, calibration)
+        result = onnx.export(model, tokenizer, file, test, int8, calibration)
     except onnx.ExportError as error:
         raise StageError(str(error)) from error
     except OSError as error:
         raise StageError(f"{file} cannot be written: {error}") from error
     logits = "its int8 logits" if int8 else "onnxruntime's logits"
     return (
-        f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. On {made.rows} examples {logits} are "
-        f"within {made.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
+        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.rows} examples {logits} "
+        f"are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
     )
 
 

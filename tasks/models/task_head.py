@@ -91,9 +91,9 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
         StageError: the shape of a weight outside the head contradicts the config.
     """
     head = fit(config, task.kind, task.labels)
-    left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
-    if wrong := sorted(key for key in left if head not in ("none", "other") or not _is_of_head(model, key)):
-        shapes = " and ".join(" × ".join(map(str, shape)) for shape in left[wrong[0]])
+    mismatched = {key: shapes for key, *shapes in loading["mismatched_keys"]}
+    if wrong := sorted(key for key in mismatched if head not in ("none", "other") or not _is_of_head(model, key)):
+        shapes = " and ".join(" × ".join(map(str, shape)) for shape in mismatched[wrong[0]])
         raise StageError(
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
@@ -108,12 +108,14 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
             for parameter in last_layer.values():
                 parameter.copy_(parameter[order])
     if head == "other":
-        loaded = (parameter for name, parameter in last_layer.items() if name not in {*left, *loading["missing_keys"]})
+        loaded = (
+            parameter for name, parameter in last_layer.items() if name not in {*mismatched, *loading["missing_keys"]}
+        )
         spread = getattr(model.config, "initializer_range", None) or 0.02
         with torch.no_grad():
             for parameter in loaded:  # as transformers initializes them
                 parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()
-    if head == "none" and left:  # the config does not name the class of the head
+    if head == "none" and mismatched:  # the config does not name the class of the head
         return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
 

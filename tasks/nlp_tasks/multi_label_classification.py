@@ -71,8 +71,8 @@ class MultiLabelClassification(SequenceTask):
         return list(hot.tolist())
 
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
-        predicted, wanted = (torch.from_numpy(values).double() for values in (outputs, labels))
-        return float(binary_cross_entropy_with_logits(predicted, wanted))
+        predicted, true = (torch.from_numpy(values).double() for values in (outputs, labels))
+        return float(binary_cross_entropy_with_logits(predicted, true))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
         """Return micro F1 (over all labels of all rows), macro F1 (the mean over labels), and exact match.
@@ -80,11 +80,11 @@ class MultiLabelClassification(SequenceTask):
         In macro F1, a label that is neither wanted nor predicted has F1 0. Exact match is the share of rows with all
         labels right.
         """
-        wanted, guesses = labels.astype(int), _predicted(outputs)
+        true, guesses = labels.astype(int), _predicted(outputs)
         return {
-            "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
-            "f1_macro": float(f1_score(wanted, guesses, average="macro", zero_division=0)),
-            "exact_match": float(accuracy_score(wanted, guesses)),
+            "f1_micro": float(f1_score(true, guesses, average="micro", zero_division=0)),
+            "f1_macro": float(f1_score(true, guesses, average="macro", zero_division=0)),
+            "exact_match": float(accuracy_score(true, guesses)),
         }
 
     def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
@@ -101,8 +101,8 @@ class MultiLabelClassification(SequenceTask):
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Predict the most frequent set of labels in train for every example; the first set in a tie."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
-        wanted, guess = self.targets(frame["label"]), self.targets(pd.Series([most] * len(frame)))
-        return pd.DataFrame({"label": list(np.array(wanted, int)), "guess": list(np.array(guess, int))})
+        true, guess = self.targets(frame["label"]), self.targets(pd.Series([most] * len(frame)))
+        return pd.DataFrame({"label": list(np.array(true, int)), "guess": list(np.array(guess, int))})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         guesses = {tuple(guess) for guess in rows["guess"]}
@@ -111,10 +111,10 @@ class MultiLabelClassification(SequenceTask):
         return ", ".join(self.spec.labels[label] for label in np.flatnonzero(guesses.pop())) or "no label"
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        wanted, guess = (np.array(rows[name].tolist(), float) for name in ("label", "guess"))
+        true, guess = (np.array(rows[name].tolist(), float) for name in ("label", "guess"))
         if self.spec.metric == "exact_match":
-            return on_draws.mean_of(pd.Series((wanted == guess).all(1)))
-        counts = np.concatenate([wanted * guess, guess, wanted], axis=1)
+            return on_draws.mean_of(pd.Series((true == guess).all(1)))
+        counts = np.concatenate([true * guess, guess, true], axis=1)
         if self.spec.metric == "f1_micro":
             return on_draws.of_classes(counts, on_draws.micro_f1)
         return on_draws.of_classes(counts, lambda *sums: on_draws.f1(*sums).mean(1))

@@ -84,11 +84,7 @@ class NlpTask(ABC):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model on all rows of a split.
-
-        Args:
-            batch: batch size.
-        """
+        """Score a model on all rows of a split, in batches of `batch` examples."""
 
     @abstractmethod
     def answers(

@@ -57,10 +57,6 @@ def teacher(**changes: Any) -> dict[str, Any]:
     return {**tiny_params()["teacher"], **changes}
 
 
-def test_a_list_stands_for_a_tuple_and_a_whole_number_for_a_float() -> None:
-    assert parse(study(keeps=[1, 0.5]), Study, PATH).keeps == (1.0, 0.5)
-
-
 def test_a_part_of_a_section_is_found_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_params(tmp_path, tiny_params(data={"sizes": {"train": 7}}))
     monkeypatch.chdir(tmp_path)
@@ -111,11 +107,6 @@ def test_a_value_of_another_type_is_refused_and_not_converted(key: str, value: A
 def test_each_wrong_keep_is_named_by_its_place() -> None:
     lines = mistakes(study(keeps=[0.5, 0, 1.5]), Study, "study")
     assert [line.split(":")[0] for line in lines] == ["study.keeps.1", "study.keeps.2"]
-
-
-@pytest.mark.parametrize("value", [[], 0.5])
-def test_keeps_are_a_list_with_something_in_it(value: Any) -> None:
-    only(mistakes(study(keeps=value), Study, "study"), "study.keeps")
 
 
 @pytest.mark.parametrize("content", ["seed: [0\n", "seed: 0\nseed: 1\n"])

@@ -171,14 +171,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_splits() -> N
     assert pairs(found[0][0]["test"]) != pairs(found[2][0]["test"])
 
 
-def test_splits_are_those_of_the_names_of_files() -> None:
-    write(reviews().head(50), "folder/first")
-    write(reviews().tail(10).assign(label="positive"), "folder/second", ".jsonl")
-    splits = extracted("data/raw/folder", splits={"train": "first", "test": "second"})
-    assert len(splits["test"]) == 10
-    assert set(splits["test"]["text"]) == set(reviews().tail(10)["text"])
-
-
 def test_a_test_split_that_is_not_named_is_not_read() -> None:
     write(name="folder/train")
     write(reviews().assign(text="a leak"), "folder/test")
@@ -305,12 +297,6 @@ def test_empty_cells_are_counted(suffix: str, column: str, value: str | None) ->
     frame = reviews().assign(pair="and")
     frame.loc[[3, 5, 8], column] = value
     assert re.search(rf" 3 .*\b{column}\b", refusal(write(frame, suffix=suffix), columns={"text_pair": "pair"}))
-
-
-def test_an_empty_cell_of_another_column_is_no_mistake() -> None:
-    frame = reviews().assign(remark="fine")
-    frame.loc[3, "remark"] = None
-    assert sizes(extracted(write(frame))) == (32, 8, 12, 16)
 
 
 def test_a_text_that_is_a_number_is_refused() -> None:

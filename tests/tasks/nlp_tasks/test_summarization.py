@@ -45,7 +45,7 @@ from tasks.models.model_io import random_inputs, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.summarization import rouge
 from tasks.runtime.stage_runner import StageError
-from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, run_study, tiny_params, write_params
+from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
 
 PAD, END, UNKNOWN, BEGIN = range(4)
 WORDS = sorted(set(itertools.chain(*reviews()["text"].str.split(), ["positive", "negative", "summarize", ":"])))
@@ -295,17 +295,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_all_stages_of_a_candidate() -> None:
+def test_a_candidate_goes_from_texts_to_scores() -> None:
     workspace(Path(), t5(), rows())
-    run_study("kfac")
-    targets, before, after, benchmark = (
+    for stage in ("extract", "teacher", "control", "dense", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize", "finetune", "evaluate"):
+        run_stage(stage, "kfac", "0.5")
+    targets, before, after = (
         json.loads(Path(file).read_text())
-        for file in (
-            "data/importance/targets.json",
-            "reports/dense.json",
-            "reports/evaluate/kfac-0.5.json",
-            "reports/benchmark.json",
-        )
+        for file in ("data/importance/targets.json", "reports/dense.json", "reports/evaluate/kfac-0.5.json")
     )
     stacks = {part for target in targets["targets"] for part in target["name"].split(".")}
     assert {"encoder", "decoder"} <= stacks
@@ -317,7 +315,6 @@ def test_all_stages_of_a_candidate() -> None:
     again = kind_of(task()).score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), 5, "test").score
     assert again.metrics == pytest.approx(after["recovered"]["metrics"])
     assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
-    assert benchmark["kfac-0.5"]["speedup"]["median"] > 0
 
 
 @pytest.mark.parametrize(
