@@ -46,10 +46,10 @@ class EvaluationParts(BaseModel):
 
 
 def evaluate(recipe: str, keep: str) -> None:
-    """Score the shaped, the factorized and the recovered model, and measure the size of the recovered model.
+    """Score the pruned, the factorized and the fine-tuned model, and measure the size of the fine-tuned one.
 
     Raises:
-        StageError: the recovered model has more parameters than its budget.
+        StageError: the fine-tuned model has more parameters than its budget.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)

@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 
 def importance() -> None:
-    """Write the targets, the reason why each other layer is not a target, and a file for each kind of statistic."""
+    """Find the targets, note why each other layer is not one, and gather the calibration statistics."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss
