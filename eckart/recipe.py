@@ -40,23 +40,25 @@ class Recipe(BaseModel):
 
     source: Source = Field(
         "teacher",
-        description="the dense model to begin with: teacher, the original model; base: it learns the task on the way",
+        description="model to compress: teacher, the original model; base, the base model, to learn the task meanwhile",
     )
     shaping: Shaping | None = Field(
-        None, description="training that gives the dense weights a structure before the factorization; null: none"
+        None, description="training before the factorization, which prunes the weights; null: none"
     )
-    weighting: Weighting = Field(Plain(), description="the norm in which a target's error is small")
-    ranks: RankSearch = Field(Uniform(), description="the search that divides the budget among the targets")
-    residual: Residual | None = Field(None, description="what stands beside the factors; null: nothing")
+    weighting: Weighting = Field(Plain(), description="error that the factorization minimizes")
+    ranks: RankSearch = Field(Uniform(), description="search for the rank of each target within the budget")
+    residual: Residual | None = Field(
+        None, description="part of a target that is stored beside its factors; null: none"
+    )
     storage: Storage = Field(
-        "factors", description="factors: r (out + in) parameters at rank r; pivoted: r (out + in - r)"
+        "factors", description="form of a target of rank r: factors, r (out + in) parameters; pivoted, r (out + in - r)"
     )
     sequential: InOrder | None = Field(
         None,
-        description="factorize in order of execution, each target on the inputs that it then has; null: all "
-        "at once, on those of the original model",
+        description="factorize layer by layer, each on its inputs in the model compressed so far; null: all at once, "
+        "on the inputs in the original model",
     )
-    recovery: Recovery = Field(Finetune(), description="the fine-tuning that heals the factorized model")
+    recovery: Recovery = Field(Finetune(), description="fine-tuning after the factorization")
 
     @property
     def methods(self) -> list[Method]:

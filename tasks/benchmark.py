@@ -27,8 +27,9 @@ from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, La
 from tasks.artifacts.task_spec import load_task
 from tasks.config import schema
 from tasks.config.schema import section
-from tasks.models.model_io import TEACHER, check_length, load, place, random_inputs
+from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say
 
 Forward = Callable[[Batch], Any]
@@ -86,18 +87,16 @@ def _load(folder: Path) -> PreTrainedModel:
 def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
     """Split the candidates into chunks that fit into memory; the original model is timed again with each chunk."""
     chunk: list[str] = []
+    total = 0  # bytes of the chunk's weights and ONNX files
     for name in names:
-        if chunk and sum(map(_bytes, [*chunk, name])) > _ROOM:
+        files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
+        size = sum(file.stat().st_size for file in files)
+        if chunk and total + size > _ROOM:
             yield chunk
-            chunk = []
+            chunk, total = [], 0
         chunk.append(name)
+        total += size
     yield chunk
-
-
-def _bytes(name: str) -> int:
-    """Return the size of a candidate's weights and ONNX files (if it has any), in bytes."""
-    files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
-    return sum(file.stat().st_size for file in files)
 
 
 def _latencies(

@@ -1,4 +1,4 @@
-"""Stage control: train the original model with the recovery of a recipe → models/control and its training curve.
+"""Stage control: fine-tune the original model like a recipe's candidates → models/control and its training curve.
 
 A candidate may be better than the original model only because it was trained for longer. The control had the same
 further training, so a comparison with it shows the effect of the compression alone.
@@ -15,7 +15,7 @@ from tasks.training.recovery import recover
 
 
 def control() -> None:
-    """Train the original model with the recovery of the recipe `study.control`; zero steps leave it unchanged."""
+    """Fine-tune the original model like the candidates of `study.control`; zero steps leave it unchanged."""
     recipe = section("study.control", str)
     recover(TEACHER, CONTROL, CONTROL_CURVE, section(f"recipes.{recipe}.recovery", Recovery))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.config.schema import Model, section
 from tasks.models import licence, task_head
-from tasks.models.model_io import CONTROL, TEACHER, load, place, size
+from tasks.models.model_io import CONTROL, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.bootstrap import interval, metric_of_all, resampled
 from tasks.scoring.splits import all_scores, same_weights, write_rows
@@ -27,7 +27,10 @@ def dense() -> None:
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
     trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), tokenizer)
     trivial = metric_of_all(task, trivial_rows)
-    _compare_with_trivial(rows["test"], trivial_rows, scores.score.metric, trivial)
+    say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
+    drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
+    difference = interval(drawn["dense"] - drawn[TRIVIAL])
+    warn(warning(task, scores.score.metric, trivial, difference, len(trivial_rows)))
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
         control, control_rows = all_scores(*_load(CONTROL), "control")
@@ -47,14 +50,6 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load(folder, kind_of(load_task()).auto, device_map=section("model", Model).device_map)
     place(model)
     return model, tokenizer
-
-
-def _compare_with_trivial(rows: pd.DataFrame, trivial_rows: pd.DataFrame, metric: float, trivial: float) -> None:
-    """Warn if the model is not significantly better than the trivial baseline, which does not read its input."""
-    task = load_task()
-    say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
-    drawn = resampled(task, {"dense": rows, TRIVIAL: trivial_rows})
-    warn(warning(task, metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
 
 
 if __name__ == "__main__":

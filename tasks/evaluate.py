@@ -31,8 +31,9 @@ from tasks.artifacts.results_schema import Evaluation, TargetSize
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Evaluate, Model, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, TEACHER, load, place, size
+from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import StageError, run_candidate
 from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
 
@@ -45,10 +46,10 @@ class EvaluationParts(BaseModel):
 
 
 def evaluate(recipe: str, keep: str) -> None:
-    """Score the shaped, the factorized and the recovered model, and measure the size of the recovered model.
+    """Score the pruned, the factorized and the fine-tuned model, and measure the size of the fine-tuned one.
 
     Raises:
-        StageError: the recovered model has more parameters than its budget.
+        StageError: the fine-tuned model has more parameters than its budget.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)

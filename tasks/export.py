@@ -10,7 +10,7 @@ from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:
-    """Write the recovered model as ONNX files and score them in onnxruntime."""
+    """Write the fine-tuned model as ONNX files and score them in onnxruntime."""
     name = candidate_name(recipe, keep)
     export_and_score(name, FINETUNED / name)
 

@@ -73,12 +73,12 @@ def load(params: Data) -> dict[Split, pd.DataFrame]:
     if params.source in PACKAGED:
         return {"train": _columns(PACKAGED[params.source](), params)}
     source = _source(params)
-    wanted = params.splits.named()
-    if absent := [name for name in wanted.values() if name not in source]:
+    split_names = params.splits.named()
+    if absent := [name for name in split_names.values() if name not in source]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
-    if ignored := [name for name in source if name not in wanted.values()]:
-        say(f"not used: {', '.join(ignored)} (data.splits names what is)")
-    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in wanted.items()}
+    if ignored := [name for name in source if name not in split_names.values()]:
+        say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
+    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:
@@ -102,7 +102,7 @@ def _files(path: Path, params: Data) -> dict[str, Path]:
         if file.suffix not in FORMATS:
             continue
         if name in files:
-            raise StageError(f"{files[name]} and {file} are both the split {name}: keep one of them")
+            raise StageError(f"{files[name]} and {file} are both the split {name}: remove one of them")
         files[name] = file
     if not files:
         raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")

@@ -20,8 +20,9 @@ from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Count, Model, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load, place
+from tasks.models.model_io import DENSE, load
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
 
 

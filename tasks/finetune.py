@@ -27,7 +27,7 @@ class RecoveryParts(BaseModel):
 
 
 def finetune(recipe: str, keep: str) -> None:
-    """Train the factors on the task with the recipe's recovery and residual, then convert them to its storage."""
+    """Fine-tune the factorized model as the recipe says, then convert the factors to the recipe's storage."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", RecoveryParts)
     recover(
         FACTORIZED / name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
@@ -15,16 +15,14 @@ from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Importance, Model, TargetPatterns, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import TEACHER, load, place
+from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run, say, warn
-
-Examples = Callable[[int, int], Iterator[Batch]]
-"""Function `(count, size)` that returns the first `count` calibration examples in batches of `size`."""
 
 
 def importance() -> None:
-    """Write the targets, the reason why each other layer is not a target, and a file for each kind of statistic."""
+    """Find the targets, note why each other layer is not one, and gather the calibration statistics."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss
@@ -32,6 +30,7 @@ def importance() -> None:
     data, collate, device = encoded("calibration", tokenizer), kind.collate(tokenizer, model), place(model)
 
     def examples(count: int, size: int) -> Iterator[Batch]:
+        """Return the first `count` calibration examples in batches of `size`."""
         return batches(data.select(range(min(count, len(data)))), collate, size, device)
 
     with explained(), output(IMPORTANCE) as folder:
@@ -43,11 +42,11 @@ def importance() -> None:
         groups, number = passes(sampled, params.layers_at_once), 0
 
         def all_examples() -> Iterator[Batch]:
-            done = 0
+            count = 0
             for batch in examples(len(data), params.batch_size):
                 yield batch
-                done += batch_size(batch)
-                say(f"statistics from {done}/{len(data)} examples, pass {number + 1}/{len(groups)}")
+                count += batch_size(batch)
+                say(f"statistics from {count}/{len(data)} examples, pass {number + 1}/{len(groups)}")
 
         for statistics in gather(model, all_examples, groups, params.statistics, loss, params.offload_activations):
             number += 1  # not by enumerate, which would keep the statistics in memory during the next pass

@@ -18,8 +18,14 @@ from tasks.runtime.code_folders import CODE, PIPELINE, all_code
 
 
 def main() -> None:
-    """Check params.yaml and write resolved.yaml, in the root of a workspace."""
-    _check_installed()
+    """Check params.yaml and write resolved.yaml, in the root of a workspace.
+
+    Raises:
+        CodeChanged: code.yaml exists and has another digest than the installed code.
+    """
+    # DVC would record results under the wrong code.
+    if CODE.exists() and YAML(typ="safe").load(CODE.read_text())["digest"] != all_code():
+        raise CodeChanged(f"{CODE} names another eckart than is installed: `eckart run` brings it up to date")
     validation.check()
     source = hashlib.md5(PARAMS.read_bytes(), usedforsecurity=False).hexdigest()
     parameters = _with_used_recipes(resolve(read()))
@@ -41,16 +47,6 @@ def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
         "recipes": {name: recipes[name] for name in used},
         "control_recovery": recipes[study["control"]]["recovery"] if study["control"] else None,
     }
-
-
-def _check_installed() -> None:
-    """Check that the installed code has the digest in code.yaml, if the workspace has this file.
-
-    Raises:
-        CodeChanged: the digests differ, so that DVC would record the results for the wrong code.
-    """
-    if CODE.exists() and YAML(typ="safe").load(CODE.read_text())["digest"] != all_code():
-        raise CodeChanged(f"{CODE} names another eckart than is installed: `eckart run` brings it up to date")
 
 
 if __name__ == "__main__":

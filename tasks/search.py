@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -20,7 +19,7 @@ from eckart.factorization.weightings import Weighting
 from eckart.model import hf_format
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
-from eckart.ranks.search import ChosenRanks, Shaped, search_ranks
+from eckart.ranks.search import Shaped, search_ranks
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
@@ -32,9 +31,9 @@ from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAP
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Count, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load, place
+from tasks.models.model_io import DENSE, load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import Collate
+from tasks.nlp_tasks._prediction import Collate, place
 from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
 from tasks.training.loop import train
 
@@ -74,7 +73,17 @@ def search(recipe: str, keep: str) -> None:
         chosen = search_ranks(
             problem, parts.ranks, shaping=parts.shaping, residual=parts.residual, storage=parts.storage
         )
-        decision = _decision(chosen, float(keep), data.steps)
+        before, after = chosen.parameters
+        decision = Decision(
+            keep=float(keep),
+            ranks=dict(chosen.ranks),
+            predicted_loss=chosen.predicted_loss,
+            parameters_before=before,
+            parameters_after=after,
+            steps=data.steps,
+            average_rank=chosen.shaped and chosen.shaped.average_rank,
+            as_shaped=chosen.shaped is not None and not chosen.changed,
+        )
         _report(decision, chosen.shaped)
         (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
         if chosen.shaped:
@@ -105,10 +114,14 @@ class _Data:
 
     def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
         """Train the model on at most `rows` random examples of the training split, then move it to the CPU."""
+        data = encoded("train", self.tokenizer)
+        if rows is not None and rows < len(data):
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
+            data = data.select(order[:rows].tolist())
         self.steps += train(
             self.model,
             self.collate,
-            _sample(encoded("train", self.tokenizer), rows, self.seed),
+            data,
             self.curve,
             **settings.options(),
             seed=self.seed,
@@ -122,30 +135,8 @@ class _Data:
     def calibration(self, rows: int) -> Sequence[Batch]:
         """Move the model to the accelerator; return the first `rows` calibration examples there, in batches."""
         data = encoded("calibration", self.tokenizer)
-        chosen = data.select(range(min(rows, len(data))))
-        device = place(self.model)
-        return list(batches(chosen, self.collate, section("importance.batch_size", Count), device))
-
-
-def _sample(data: Dataset, rows: int | None, seed: int) -> Dataset:
-    """Draw `rows` examples at random; return all of `data` if `rows` is None or there are not more."""
-    if rows is None or rows >= len(data):
-        return data
-    return data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].tolist())
-
-
-def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
-    before, after = chosen.parameters
-    return Decision(
-        keep=keep,
-        ranks=dict(chosen.ranks),
-        predicted_loss=chosen.predicted_loss,
-        parameters_before=before,
-        parameters_after=after,
-        steps=steps,
-        average_rank=chosen.shaped and chosen.shaped.average_rank,
-        as_shaped=chosen.shaped is not None and not chosen.changed,
-    )
+        data = data.select(range(min(rows, len(data))))
+        return list(batches(data, self.collate, section("importance.batch_size", Count), place(self.model)))
 
 
 def _report(decision: Decision, shaped: Shaped | None) -> None:

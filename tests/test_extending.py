@@ -1,4 +1,4 @@
-"""docs/extending.md as it stands: its methods go through the stages of a repository that knew nothing of them."""
+"""docs/extending.md as it stands: its methods and its task go through the stages of a copy of the repository."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ KEEP = "0.5"
 RECIPES = ("energy", "pull")
 FEW = {"steps": 3, "batch_size": 8}
 RUN = f"""
+import os
+import shutil
 from pathlib import Path
+import mlflow.pyfunc
+import pandas as pd
 import eckart
-from tasks.config.resolved import resolve
-from tasks.config.schema import read
+from flows.registry.model_package import settings_of
+from flows.registry.pyfunc_model import Served
+from tasks import resolve
+from tasks.artifacts.task_spec import load_task
 from tasks.config.validation import check
 from tasks.nlp_tasks import kind_of
-from tests.workspace import run_stage, write_params
+from tests.workspace import run_stage, tiny_workspace
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
-check()
-write_params(Path.cwd(), resolve(read()))
+resolve.main()
 for stage in ("extract", "teacher", "control", "dense", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:
@@ -38,6 +43,21 @@ for recipe in {RECIPES}:
         run_stage(stage, recipe, "{KEEP}")
 run_stage("benchmark")
 run_stage("compare")
+shutil.copy("resolved.yaml", "before.yaml")
+with Path("eckart/ranks/energy.py").open("a") as file:
+    file.write("# edited\\n")
+resolve.main()
+
+limits = dict(fewest_of_class=None, fewest_rows=None)
+os.chdir(tiny_workspace(Path("task"), data=dict(task="second_word", metric="error_rate"), check=limits))
+check()
+for stage in ("extract", "check", "teacher", "control", "dense"):
+    run_stage(stage)
+served = Served()
+served.load_context(mlflow.pyfunc.PythonModelContext(dict(model="models/teacher"), settings_of(load_task(), 4, 0)))
+answers = served.predict(None, pd.DataFrame(dict(text=["the plot is dull"])))
+assert list(answers) == list(kind_of(load_task()).answer_columns)
+Path("answer.json").write_text(answers.to_json(orient="records"))
 """
 
 
@@ -51,9 +71,9 @@ def block(language: str, after: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the code with the methods added as the document says, after all stages of both candidates."""
+    """A copy of the code with the methods and the task added as the document says, after all stages of both."""
     root = tmp_path_factory.mktemp("extended")
-    for name in ("eckart", "tasks"):
+    for name in ("eckart", "tasks", "flows"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "dvc.yaml", root)
     registry = root / "eckart/ranks/__init__.py"
@@ -64,55 +84,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "from pydantic", f"from eckart.ranks.{name} import {kind}\nfrom pydantic"
         )
         registry.write_text(re.sub(r"(RankSearch = Annotated\[\s*)", rf"\1{kind} | ", imported))
+    (root / "tasks/nlp_tasks/second_word.py").write_text(block("python", "`tasks/nlp_tasks/second_word.py`:"))
     recipe = YAML(typ="safe").load(block("yaml", "And `params.yaml` gets"))["recipes"]["energy"]
     quick = {**recipe, "recovery": FEW}
     recipes = {"energy": quick, "pull": {**quick, "ranks": {"kind": "pull", **FEW}}}
     tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes=recipes)
-    python(root, "-m", "tasks.resolve")
-    python(root, "-c", RUN)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(root / "cache")}
+    command = [sys.executable, "-c", RUN]  # the code in `root` comes before the repository's
+    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     return root
 
 
-TASK_RUN = """
-from pathlib import Path
-import mlflow.pyfunc
-import pandas as pd
-from flows.registry.model_package import settings_of
-from flows.registry.pyfunc_model import Served
-from tasks.artifacts.task_spec import load_task
-from tasks.config.validation import check
-from tasks.nlp_tasks import kind_of
-from tests.workspace import run_stage
-
-check()
-for stage in ("extract", "check", "teacher", "control", "dense"):
-    run_stage(stage)
-served = Served()
-served.load_context(mlflow.pyfunc.PythonModelContext({"model": "models/teacher"}, settings_of(load_task(), 4, 0)))
-found = served.predict(None, pd.DataFrame({"text": ["the plot is dull"]}))
-assert list(found) == list(kind_of(load_task()).answer_columns)
-Path("answer.json").write_text(found.to_json(orient="records"))
-"""
-
-
-def test_a_task_is_one_file(tmp_path: Path) -> None:
-    for name in ("eckart", "tasks", "flows"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tasks/nlp_tasks/second_word.py").write_text(block("python", "`tasks/nlp_tasks/second_word.py`:"))
-    nothing = {"fewest_of_class": None, "fewest_rows": None}
-    tiny_workspace(tmp_path, data={"task": "second_word", "metric": "error_rate"}, check=nothing)
-    python(tmp_path, "-c", TASK_RUN)
-    task, dense = read(tmp_path / "data/splits/task.json"), read(tmp_path / "reports/dense.json")
+def test_a_task_is_one_file(root: Path) -> None:
+    task, dense = read(root / "task/data/splits/task.json"), read(root / "task/reports/dense.json")
     assert "plot" in task["labels"]
     assert dense["score"]["metric"] == dense["score"]["metrics"]["error_rate"]
-    assert read(tmp_path / "answer.json")[0]["label"] in task["labels"]
-
-
-def python(root: Path, *arguments: str) -> None:
-    """Run the code in `root`, which comes before the repository's."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(root / "cache")}
-    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert read(root / "task/answer.json")[0]["label"] in task["labels"]
 
 
 def read(file: Path) -> Any:
@@ -140,11 +128,9 @@ def test_its_trained_weights_are_what_is_factorized(root: Path) -> None:
 
 
 def test_its_code_is_a_dependency_of_the_searches_that_use_it(root: Path) -> None:
-    before = YAML(typ="safe").load((root / "resolved.yaml").read_text())["code"]
-    with (root / "eckart/ranks/energy.py").open("a") as file:
-        file.write("# edited\n")
-    python(root, "-m", "tasks.resolve")
-    after = YAML(typ="safe").load((root / "resolved.yaml").read_text())["code"]
+    before, after = (
+        YAML(typ="safe").load((root / name).read_text())["code"] for name in ("before.yaml", "resolved.yaml")
+    )
     changed = {name: digests for name, digests in after.items() if digests != before[name]}
     assert changed == {"search": after["search"], "compare": after["compare"]}
     assert after["search"]["pull"] == before["search"]["pull"]

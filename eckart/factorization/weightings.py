@@ -54,7 +54,7 @@ class _Weighting(Method):
 class Plain(_Weighting):
     """No weighting: all entries of W weigh the same, so the decomposition is a plain SVD."""
 
-    kind: Literal["none"] = Field("none", description="every entry of W counts alike: plain SVD")
+    kind: Literal["none"] = Field("none", description="error of the weights, every entry of W alike (plain SVD)")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
@@ -67,8 +67,13 @@ class ByScores(_Weighting):
     row of W in y = xW. These rows belong to inputs, so this is axis `input`.
     """
 
-    kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
-    axis: Axis = Field("input", description="whose scores count: input or output; they are summed over the other axis")
+    kind: Literal["fisher", "taylor"] = Field(
+        description="error of the weights, each input or output of W weighted by its Fisher (FWSVD) or Taylor (IWSVD) "
+        "score"
+    )
+    axis: Axis = Field(
+        "input", description="whether inputs or outputs of W are weighted; their scores are summed over the other axis"
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -82,7 +87,9 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
-    kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
+    kind: Literal["inputs"] = Field(
+        "inputs", description="error of the layer's outputs on the calibration inputs (DRONE)"
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -97,7 +104,9 @@ class Movement(_Weighting):
 
     reads_shaping = True
 
-    kind: Literal["movement"] = Field("movement", description="outputs count by the scores of pruning (LPAF)")
+    kind: Literal["movement"] = Field(
+        "movement", description="error of the weights, each output of W weighted by its score in the pruning (LPAF)"
+    )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
@@ -119,12 +128,15 @@ class Kfac(_Weighting):
     These are the factors of the empirical Fisher (K-FAC). The squared norm is twice the increase.
     """
 
-    kind: Literal["kfac"] = Field("kfac", description="both Kronecker factors of the Fisher: the loss to second order")
+    kind: Literal["kfac"] = Field(
+        "kfac", description="increase of the loss to second order, by both Kronecker factors of the Fisher (K-FAC)"
+    )
     shrinkage: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the gradients' second moment that is spread evenly over outputs; 0.1 for few examples",
+        description="share of the gradients' second moment that is spread evenly over the outputs; 0.1 suits few "
+        "calibration examples",
     )
 
     @property
@@ -161,7 +173,7 @@ class FisherInputs(_Weighting):
     """Weighting (ours): minimize the output error on the calibration inputs; a Fisher score weighs each output."""
 
     kind: Literal["fisher_inputs"] = Field(
-        "fisher_inputs", description="Fisher score of each output, second moment of the inputs"
+        "fisher_inputs", description="error of the layer's outputs, each weighted by its Fisher score"
     )
 
     @property

@@ -64,25 +64,28 @@ class Hypernetwork(Optimization, Method):
         "below 0 it takes some away. The nearer to 0, the more the ranks are the search’s own.",
     }
 
-    kind: Literal["hypernetwork"] = Field("hypernetwork", description="learn masks over singular values (ARS)")
-    steps: int = Field(750, ge=1, description="optimizer steps, the weights frozen; 750 are 8 epochs of 3,000 examples")
-    batch_size: int = Field(32, ge=1, description="examples of a step")
-    learning_rate: float = Field(1e-3, gt=0, description="constant after the warm-up")
-    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW")
-    rows: int | None = Field(4000, ge=1, description="training examples that the search sees, at most; null: all")
-    budget_weight: float = Field(16.0, gt=0, description="weight λ of R, which holds the ranks to the budget")
+    kind: Literal["hypernetwork"] = Field(
+        "hypernetwork", description="a network learns masks over the singular values (ARS)"
+    )
+    steps: int = Field(750, ge=1, description="optimizer steps of the search; the weights are frozen")
+    batch_size: int = Field(32, ge=1, description="examples in each step")
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate; constant after the warm-up")
+    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the learning rate rises")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    rows: int | None = Field(4000, ge=1, description="maximum number of training examples for the search; null: all")
+    budget_weight: float = Field(16.0, gt=0, description="weight λ of the penalty R on parameters above the budget")
     alignment_weight: float = Field(
-        10.0, ge=0, description="weight γ of R_align, which draws the masks to leading ranks; 0 leaves it out"
+        10.0, ge=0, description="weight γ of R_align, which makes masks keep the largest singular values; 0: none"
     )
     alignment_values: Literal["raw", "normalized"] = Field(
-        "raw", description="singular values in R_align: raw, as in the paper, or of norm 1 for each target"
+        "raw", description="singular values in R_align: raw, as in the paper; normalized, to norm 1 in each target"
     )
     temperature: float = Field(0.4, gt=0, description="temperature τ of the masks")
-    offset: float = Field(3.0, description="offset b of the masks; at 3 they start at full rank")
-    hypernetwork: bool = Field(True, description="whether a network makes the masks; false: free gates")
+    offset: float = Field(3.0, description="offset b of the masks; at 3 the search starts at full rank")
+    hypernetwork: bool = Field(True, description="false: train the masks themselves, without a network")
     selection: Literal["ranks", "elements"] = Field(
-        "ranks", description="ranks: as many leading components as a mask has ones; elements: the ones themselves"
+        "ranks",
+        description="ranks: a mask with r ones keeps the r largest singular values; elements: those at the ones",
     )
 
     @property

@@ -31,9 +31,11 @@ class Borrowed(Method):
 
     alone = True
 
-    kind: Literal["borrowed"] = Field("borrowed", description="the ranks that a search finds under another weighting")
-    weighting: Weighting = Field(Inputs(), description="the weighting of the search")
-    ranks: RankSearch = Field(Uniform(), description="the search whose ranks are taken")
+    kind: Literal["borrowed"] = Field(
+        "borrowed", description="ranks of a search that uses another weighting than the recipe"
+    )
+    weighting: Weighting = Field(Inputs(), description="weighting of that search")
+    ranks: RankSearch = Field(Uniform(), description="that search")
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -61,13 +61,15 @@ class Threshold(Optimization, Method):
     schedule = "constant"  # so that `steps` limits the training and has no effect on the learning rate
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
-    kind: Literal["threshold"] = Field("threshold", description="learn a soft threshold on singular values (SoftLM)")
-    steps: int = Field(3000, ge=1, description="optimizer steps, at most: the search ends when keep is met")
-    batch_size: int = Field(32, ge=1, description="examples of a step")
-    learning_rate: float = Field(2e-5, gt=0, description="constant after the warm-up")
-    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
-    sharpness: float = Field(10.0, gt=0, description="steepness s of the threshold, which rises within about 2/s of α")
-    pressure: float = Field(0.1, gt=0, description="weight γ in the loss of Σ e^−α, which raises the thresholds")
+    kind: Literal["threshold"] = Field("threshold", description="learns a soft threshold on singular values (SoftLM)")
+    steps: int = Field(3000, ge=1, description="maximum number of optimizer steps; the search ends when keep is met")
+    batch_size: int = Field(32, ge=1, description="examples in each step")
+    learning_rate: float = Field(2e-5, gt=0, description="learning rate; constant after the warm-up")
+    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the learning rate rises")
+    sharpness: float = Field(
+        10.0, gt=0, description="steepness s of the soft threshold, which rises within about 2/s of α"
+    )
+    pressure: float = Field(0.1, gt=0, description="weight γ of Σ e^−α in the loss, which raises the thresholds α")
     threshold_learning_rate: float = Field(0.01, gt=0, description="learning rate of the thresholds α")
 
     @property

@@ -57,14 +57,20 @@ class Tolerance(Method):
     Each target, in order of execution, gets the smallest rank within its share of the increase.
     """
 
-    kind: Literal["tolerance"] = Field("tolerance", description="the smallest ranks within an allowed loss (DRONE)")
-    increase: float | None = Field(
-        None, gt=0, description="allowed relative increase r of the loss, 0.1 is 10 %; null: the least that meets keep"
+    kind: Literal["tolerance"] = Field(
+        "tolerance", description="smallest ranks within an allowed increase of the loss (DRONE)"
     )
-    grid: int = Field(4, ge=1, description="ranks that are tried of each target")
-    rows: int = Field(64, ge=1, description="calibration examples that the loss is measured on, at most")
+    increase: float | None = Field(
+        None,
+        gt=0,
+        description="allowed relative increase r of the loss (0.1: 10 %); null: the least with which keep is met",
+    )
+    grid: int = Field(4, ge=1, description="ranks that are tried for each target")
+    rows: int = Field(64, ge=1, description="maximum number of calibration examples on which the loss is measured")
     times: Literal["macs", "measured"] = Field(
-        "macs", description="what shares r out: multiply-accumulates, or measured seconds, with which runs may differ"
+        "macs",
+        description="how r is divided among targets: macs, by multiply-accumulates; measured, by seconds, so "
+        "that results differ from run to run",
     )
 
     @property

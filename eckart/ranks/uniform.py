@@ -22,9 +22,9 @@ class Uniform(ByFormula):
 
     by_size = True
 
-    kind: Literal["uniform"] = Field("uniform", description="no target is favored")
+    kind: Literal["uniform"] = Field("uniform", description="the same for every target")
     by: Literal["share", "rank"] = Field(
-        "share", description="share: every target keeps the same share; rank: every target has the same rank"
+        "share", description="share: every target keeps the same share of its parameters; rank: the same rank"
     )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:

@@ -42,14 +42,16 @@ from eckart.ranks.search_problem import ByFormula, Spectra
 class Waterfill(ByFormula):
     """Settings of a rank search that spends the budget where a parameter saves the most predicted loss."""
 
-    kind: Literal["waterfill"] = Field("waterfill", description="spend the budget where a parameter saves most loss")
+    kind: Literal["waterfill"] = Field(
+        "waterfill", description="spends the budget where a parameter saves the most predicted loss"
+    )
     multiple: PositiveInt = Field(
-        8, description="ranks are multiples of it, or 1: many processors are slower with other sizes"
+        8, description="ranks are multiples of this number, or 1; many processors are slower with other sizes"
     )
     embedding_price: PositiveFloat = Field(
         1.0,
-        description="price of an embedding's parameter, which takes no time, in those of a linear layer; a tied head "
-        "counts as a linear layer",
+        description="price of an embedding's parameter in parameters of a linear layer; below 1 favors embeddings. A "
+        "tied head counts as a linear layer",
     )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:

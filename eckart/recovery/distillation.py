@@ -43,10 +43,10 @@ class Distillation(BaseModel):
         "distill_logits": "Error of the logits against the teacher’s, before it is weighted.",
     }
 
-    layers: float = Field(1.0, ge=0, description="weight α of the hidden states' error in the loss; 0 leaves it out")
-    logits: float = Field(1.0, ge=0, description="weight α of the logits' error in the loss; 0 leaves it out")
+    layers: float = Field(1.0, ge=0, description="weight α in the loss of the hidden states' error; 0: none")
+    logits: float = Field(1.0, ge=0, description="weight α in the loss of the logits' error; 0: none")
     temperature: float = Field(
-        2.0, gt=0, description="divides the logits of classes before they are compared; 2 in LoSparse's code"
+        2.0, gt=0, description="temperature that divides the logits of classes; 2 in LoSparse's code"
     )
 
     def rule(self, problem: RecoveryProblem) -> DistillationRule:

@@ -20,10 +20,10 @@ class Finetune(Optimization, Method):
     for_dense: ClassVar = True
     captions: ClassVar = Distillation.captions
 
-    kind: Literal["finetune"] = Field("finetune", description="train all parameters on the task")
+    kind: Literal["finetune"] = Field("finetune", description="trains all parameters on the task")
     distillation: Distillation | None = Field(
         None,
-        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+        description="distillation from the original model: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: none",
     )
 
     @property

@@ -42,15 +42,15 @@ class MixedRank(Optimization, Method):
     }
 
     kind: Literal["mixed_rank"] = Field(
-        "mixed_rank", description="run each target at random as its factors or as the weight they came from (LPAF)"
+        "mixed_rank", description="runs each target at random as its factors or as its dense weight (LPAF)"
     )
-    initial: float = Field(0.5, ge=0, le=1, description="probability p of the dense weight at first")
+    initial: float = Field(0.5, ge=0, le=1, description="probability p of the dense weight in the first step")
     until: float = Field(0.5, ge=0, le=1, description="share of the steps after which p is 0")
-    consistency: float = Field(1.0, ge=0, description="weight in the loss of how far two passes disagree")
-    consistency_after: bool = Field(False, description="whether there are two passes after p is 0, too")
+    consistency: float = Field(1.0, ge=0, description="weight in the loss of the disagreement of two passes")
+    consistency_after: bool = Field(False, description="whether two passes go on after p is 0")
     distillation: Distillation | None = Field(
         None,
-        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+        description="distillation from the original model: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: none",
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:

@@ -21,8 +21,8 @@ class InTurn(Method):
     captions: ClassVar = Finetune.captions
 
     kind: Literal["in_turn"] = Field("in_turn", description="two trainings, one after the other (LoSparse)")
-    first: Finetune = Field(Finetune(), description="the training in which a residual is pruned")
-    then: Finetune = Field(Finetune(), description="the training after it, as a rule with distillation")
+    first: Finetune = Field(Finetune(), description="first training, in which the residual is pruned")
+    then: Finetune = Field(Finetune(), description="second training, usually with distillation")
 
     @property
     def trainings(self) -> Mapping[str, Optimization]:

@@ -44,17 +44,19 @@ class SparseRows(Method):
 
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
 
-    kind: Literal["sparse_rows"] = Field("sparse_rows", description="rows of W beside the factors (LoSparse)")
-    low_rank: float = Field(
-        0.1, ge=0, le=1, description="share of the budget that the factors get; 0 is pruning alone, 1 factors alone"
+    kind: Literal["sparse_rows"] = Field(
+        "sparse_rows", description="rows of the rest W − Ŵ, of which training prunes some (LoSparse)"
     )
-    smoothing: float = Field(0.85, ge=0, lt=1, description="smoothing β of the rows' importance (eq. 3)")
+    low_rank: float = Field(
+        0.1, ge=0, le=1, description="share of the budget for the factors; 0: pruning only, 1: factors only"
+    )
+    smoothing: float = Field(0.85, ge=0, lt=1, description="smoothing β of the rows' importance over steps (eq. 3)")
     start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
     end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")
     window: int | None = Field(
         None,
         ge=1,
-        description="steps between two prunings, as in the authors' code, where rows may come back; null: every step",
+        description="steps between two prunings, in which pruned rows may come back; null: every step",
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:

@@ -37,17 +37,17 @@ class Pruning(Optimization, Method):
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
 
     kind: Literal["pruning"] = Field(
-        "pruning", description="zero weights of every target while the model trains (LPAF)"
+        "pruning", description="trains the model and zeroes weights of every target (LPAF)"
     )
     steps: int = Field(60, ge=1, description="optimizer steps")
     score: Literal["first_order", "sensitivity", "zero_order"] = Field(
         "sensitivity",
-        description="score of a weight w with gradient g, summed over steps: first_order −g w, as in the paper; "
-        "sensitivity |g w|; zero_order |w|, not summed",
+        description="score of a weight w with gradient g: first_order, Σ −g w over the steps, as in the paper; "
+        "sensitivity, Σ |g w| over the steps; zero_order, |w|",
     )
     remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
         (0.5, 0.25, 0.1),
-        description="shares of each target's weights that are left: each keep takes the least that is not below it",
+        description="shares of each target's weights that are left; each keep takes the smallest that is not below it",
     )
     start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
     end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")

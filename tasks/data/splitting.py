@@ -50,7 +50,8 @@ def _carve(
     """
     rows, parts, start = source["train"], dict(source), 0.0
     hashes = uniform_hashes(contents(rows), params.seed, "split")
-    for name, share in params.shares.by_split().items():
+    shares: dict[Split, float] = {"validation": params.shares.validation, "test": params.shares.test}
+    for name, share in shares.items():
         if name not in source:
             parts[name] = rows[(start <= hashes) & (hashes < start + share)]
             start += share
@@ -67,10 +68,10 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
     seen: set[str] = set()
     for name in ("test", "validation", "train"):
         if name in source:
-            keys = list(map(repr, _contents(source[name])))
+            keys = [repr(content) for content in _contents(source[name])]
             repeated = np.array([key in seen for key in keys], bool)
             if repeated.any():
-                say(f"{name}: {repeated.sum()} rows left out, which stand in validation or test, too")
+                say(f"{name}: {repeated.sum()} rows left out, since they are also in validation or test")
             parts[name] = source[name][~repeated]
             seen.update(keys)
     return parts

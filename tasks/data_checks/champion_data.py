@@ -41,35 +41,34 @@ def changes(
         yield from (unmeasured(measure, _BOTH, why) for measure in ("lost rows", "label shift", "text drift"))
         return
     then, task_then = reference
-    before, after = _amount(then, task), _amount(now, task)
-    note = f"there were {before}, now {after}: see what the source lost, or raise check.largest_lost"
+    # A row of running text may be a line or a whole book, so its characters are counted.
+    count = (lambda rows: int(rows["text"].str.len().sum())) if kind_of(task).running_text else len
+    before, after = count(then), count(now)
+    note = f"there were {before}, now {after}: restore the lost ones in the source, or raise check.largest_lost"
     yield at_most("lost rows", _BOTH, max(0.0, 1 - after / before), limits.largest_lost, note)
     yield _label_shift(now, task, then, task_then, limits)
     yield _text_drift(now, then, limits)
 
 
-def _amount(rows: pd.DataFrame, task: Task) -> int:
-    """Count the rows, or the characters of running text: there a row may be a line or a whole book."""
-    return int(rows["text"].str.len().sum()) if kind_of(task).running_text else len(rows)
-
-
 def _label_shift(now: pd.DataFrame, task: Task, then: pd.DataFrame, task_then: Task, limits: Check) -> Finding:
     both = counts_of_both(now, task, then, task_then)
     if both is None:
-        return unmeasured("label shift", _BOTH, "its labels are no classes and no numbers")
+        return unmeasured("label shift", _BOTH, "its labels are neither classes nor numbers")
     value, chance = shift(*both)
     most = (both[0] / both[0].sum() - both[1] / both[1].sum()).abs().idxmax()
-    what = f"of {most}" if task.labels else "of the numbers"
-    note = f"most {what}: see why, or raise check.largest_shift until a champion knows these labels"
+    changed = f"the share of {most} changed most" if task.labels else "the numbers changed"
+    note = f"{changed}: find out why, or raise check.largest_shift until a champion is trained on these labels"
     return at_most("label shift", _BOTH, value, limits.largest_shift, note, chance)
 
 
 def _text_drift(now: pd.DataFrame, then: pd.DataFrame, limits: Check) -> Finding:
     new, old = ([text for text in texts(rows) if text.strip()] for rows in (now, then))
     if min(len(new), len(old)) < FEWEST:
-        return unmeasured("text drift", _BOTH, f"it takes {FEWEST} rows of each")
+        return unmeasured("text drift", _BOTH, f"it needs at least {FEWEST} texts of each")
     if limits.largest_drift is None:
         return unmeasured("text drift", _BOTH, "check.largest_drift is null")
     value, chance = drift(new, old, limits.drift_rows)
-    note = "a classifier tells them apart: see why, or raise check.largest_drift until a champion knows these texts"
+    note = (
+        "a classifier tells them apart: find out why, or raise check.largest_drift until a champion knows these texts"
+    )
     return at_most("text drift", _BOTH, value, limits.largest_drift, note, chance)

@@ -22,28 +22,30 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
             yield unmeasured(measure, "all splits", "rows of running text are lines, which repeat")
         return
     for name, rows in splits.items():
-        yield at_least("rows", name, len(rows), limits.fewest_rows, "give the source more, or lower check.fewest_rows")
+        yield at_least(
+            "rows", name, len(rows), limits.fewest_rows, "add rows to the source, or lower check.fewest_rows"
+        )
         if task.labels:
             counts = classes(rows, task)
             rarest = str(counts.idxmin())
-            note = f"of {rarest}: give the source more of it, remove it, or lower check.fewest_of_class"
+            note = f"of {rarest}: add rows with it to the source, remove it, or lower check.fewest_of_class"
             yield at_least("rarest class", name, int(counts[rarest]), limits.fewest_of_class, note)
         if kind.problem_type == "regression" and limits.label_range:
             outside = int((~rows["label"].between(*limits.label_range)).sum())
-            yield at_most("labels out of range", name, outside, 0, "correct these, or check.label_range")
+            yield at_most("labels out of range", name, outside, 0, "correct these labels, or check.label_range")
     yield from _repeated(splits, limits)
 
 
 def _repeated(splits: Mapping[Split, pd.DataFrame], limits: Check) -> Iterator[Finding]:
     words = {name: contents(rows) for name, rows in splits.items()}
     for name, texts in words.items():
-        note = "remove rows that stand twice from the source, or raise check.largest_doubled"
+        note = "remove repeated rows from the source, or raise check.largest_doubled"
         yield at_most("doubled rows", name, float(texts.duplicated().mean()), limits.largest_doubled, note)
     for name in ("validation", "test"):
         others = pd.concat([texts for other, texts in words.items() if other != name])
         share = float(words[name].isin(others).mean())
         note = (
-            "but for case, spaces and punctuation they stand in another split, too: remove them from the source, "
-            "or raise check.largest_leaked"
+            "apart from case, spaces and punctuation, these texts are also in another split: remove them from the "
+            "source, or raise check.largest_leaked"
         )
         yield at_most("leaked rows", name, share, limits.largest_leaked, note)

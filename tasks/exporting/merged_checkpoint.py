@@ -53,7 +53,7 @@ def to_plain(name: str, folder: Path) -> str:
     except UNLOADABLE as error:
         raise StageError(f"{source} cannot be loaded: {error}") from error
     if not (names := list(factorized(model))):
-        raise StageError(f"{source} is not factorized: it is a plain folder already")
+        raise StageError(f"{source} is not factorized: it is already a plain folder")
     inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
     expected = _outputs(model, inputs)
     for layer in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,18 +45,14 @@ def export_and_score(name: str, folder: Path) -> None:
             for runtime, file in ONNX_FILES.items():
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
-                files[runtime] = ExportedFile(score=scored.score, bytes=_bytes(out / file))
+                parts = out.glob(f"{file}*")  # large models store their weights beside the file
+                files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
                 rows[runtime] = {"test": scored.rows}
         except onnx.ExportError as error:
             raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
     write_rows(exported_name(name), rows)
     EXPORTS.mkdir(parents=True, exist_ok=True)
     (EXPORTS / f"{name}.json").write_text(Exports.model_validate(files).model_dump_json(indent=2))
-
-
-def _bytes(file: Path) -> int:
-    """Return the bytes of an ONNX file and of the weights that are stored beside it, if there are any."""
-    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
@@ -77,8 +73,10 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{file}: write a file name that ends with .onnx")
     folder = folder_of(name)
     quiet()
+    in_study = (SPLITS / "task.json").exists()
+    auto = kind_of(load_task()).auto if in_study else AutoModelForSequenceClassification
     try:
-        model, tokenizer = load(folder, _auto(), torch.float32)
+        model, tokenizer = load(folder, auto, torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
@@ -87,25 +85,16 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         _examples(split, model, tokenizer) if folder.parent == FINETUNED else () for split in ("test", "calibration")
     )
     try:
-        made = onnx.export(model, tokenizer, file, test, int8, calibration)
+        result = onnx.export(model, tokenizer, file, test, int8, calibration)
     except onnx.ExportError as error:
         raise StageError(str(error)) from error
     except OSError as error:
         raise StageError(f"{file} cannot be written: {error}") from error
-    answers = (
-        f"On {made.rows} examples its int8 logits are within {made.difference:.1g} of torch's"
-        if int8
-        else f"On {made.rows} examples onnxruntime's logits are within {made.difference:.1g} of torch's"
-    )
+    logits = "its int8 logits" if int8 else "onnxruntime's logits"
     return (
-        f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. {answers}. "
-        f"Use it with the tokenizer in {folder}."
+        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.rows} examples {logits} "
+        f"are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
     )
-
-
-def _auto() -> Any:
-    """Return the class that loads a model of this workspace's study; without a study, a sequence classifier."""
-    return kind_of(load_task()).auto if (SPLITS / "task.json").exists() else AutoModelForSequenceClassification
 
 
 def folder_of(name: str) -> Path:
@@ -120,8 +109,8 @@ def folder_of(name: str) -> Path:
     if (path / "config.json").exists():
         return path
     candidates = sorted(folder.parent.name for folder in FINETUNED.glob("*/config.json"))
-    known = f"write one of {', '.join(candidates)}" if candidates else f"{FINETUNED} has none: run `eckart run` first"
-    raise StageError(f"{name} is no candidate and no Hugging Face folder: {known}")
+    advice = f"write one of {', '.join(candidates)}" if candidates else f"{FINETUNED} has none: run `eckart run` first"
+    raise StageError(f"{name} is neither a candidate nor a Hugging Face folder: {advice}")
 
 
 def _examples(

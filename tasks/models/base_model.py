@@ -60,7 +60,10 @@ def load_base(params: Model, task: Task) -> Base:
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             config = AutoConfig.from_pretrained(source, **options)
-            _check_code(config)
+            if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
+                raise ValueError(
+                    f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
+                )
             if not extra:
                 check_unquantized(config)
             # Load all files from one commit, even if the hub gets a new one meanwhile.
@@ -93,7 +96,7 @@ def load_base(params: Model, task: Task) -> Base:
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise StageError(f"model.base {base} has no tokenizer: put its files beside the model")
+        raise StageError(f"model.base {base} has no tokenizer: put the tokenizer's files beside the model")
     if tokenizer.pad_token is None:  # many decoders have none; any token serves, since it is masked
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -104,23 +107,17 @@ def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
     """Raise StageError if the model was trained with a prefix, as T5 was, and data.prefix does not say which to use."""
-    known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
-    if known.strip() and task.prefix is None:
+    prefix = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
+    if prefix.strip() and task.prefix is None:
         raise StageError(
-            f"model.base was trained with {known!r} before each text: set data.prefix to it, or to '' to go without"
+            f"model.base was trained with {prefix!r} before each text: set data.prefix to it, or to '' to omit it"
         )
-
-
-def _check_code(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the config names an attention kernel on the hub: transformers would run its code."""
-    if "/" in (asked := str(config._attn_implementation)):
-        raise ValueError(f"it asks for the kernel {asked}, which is code: remove _attn_implementation from config.json")
 
 
 def _reason(error: str) -> str:
     """Return the reason why a model cannot be loaded, with a remedy if Eckart refuses it for safety."""
     if "trust_remote_code" in error:
-        return "it needs code of its own, and Eckart runs none: name a model that transformers itself knows"
+        return "it needs code of its own, which Eckart does not run: choose a model that transformers itself can load"
     if "file named model.safetensors" in error:
         return (
             "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "

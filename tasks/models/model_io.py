@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapte
 from eckart.model.hf_format import forget_needed
 from eckart.model.macs import macs
 from tasks.artifacts.results_schema import Size
+from tasks.nlp_tasks._prediction import inputs_device
 from tasks.runtime.stage_runner import StageError
 
 TEACHER = Path("models/teacher")
@@ -49,21 +50,6 @@ def load(
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def place(model: PreTrainedModel) -> str:
-    """Move `model` to the GPU if there is one, unless it has a device map; return the device for its inputs."""
-    if getattr(model, "hf_device_map", None) is None:
-        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    return inputs_device(model)
-
-
-def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for inputs of `model`.
-
-    This is the CPU if accelerate has offloaded the weights (device `meta`): accelerate then moves the inputs.
-    """
-    return "cpu" if model.device.type == "meta" else str(model.device)
-
-
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
     """Raise OSError if transformers would read weights from a pickle, which could run code.
 
@@ -80,18 +66,15 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
     forget_needed(config)
     named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    files = _indexed(source, named, revision) if named.endswith(".json") else [named]
+    files = [named]
+    if named.endswith(".json"):
+        try:
+            index = cached_file(source, named, revision=revision)
+            files = list(json.loads(Path(str(index)).read_text())["weight_map"].values())
+        except OSError:  # there is no index
+            files = []
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
-
-
-def _indexed(source: str | Path, index: str, revision: str | None) -> list[str]:
-    """Return the names of the files in an index of weights; empty if there is no such index."""
-    try:
-        file = cached_file(source, index, revision=revision)
-    except OSError:
-        return []
-    return list(json.loads(Path(str(file)).read_text())["weight_map"].values())
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tasks.artifacts.task_spec import Task
@@ -60,12 +59,12 @@ def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) ->
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
-            had = _named(_outputs(config))
-            return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
+            names = _named(_outputs(config))
+            return f"The base model's head is kept: its outputs ({names}) are taken for {wanted}, in this order."
         case "other":
-            had = f"{', '.join([*(config.architectures or [])[:1], _named(_outputs(config))])}"
-            said = f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
-            return said + _other_task(config, kind, labels)
+            head = ", ".join([*(config.architectures or [])[:1], _named(_outputs(config))])
+            sentence = f"The base model's head ({head}) does not fit {wanted}: a new head takes its place."
+            return sentence + _other_task(config, kind, labels)
     return ""
 
 
@@ -92,33 +91,39 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
         StageError: the shape of a weight outside the head contradicts the config.
     """
     head = fit(config, task.kind, task.labels)
-    left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
-    if wrong := sorted(key for key in left if head not in ("none", "other") or not _is_of_head(model, key)):
-        shapes = " and ".join(" × ".join(map(str, shape)) for shape in left[wrong[0]])
+    mismatched = {key: shapes for key, *shapes in loading["mismatched_keys"]}
+    if wrong := sorted(key for key in mismatched if head not in ("none", "other") or not _is_of_head(model, key)):
+        shapes = " and ".join(" × ".join(map(str, shape)) for shape in mismatched[wrong[0]])
         raise StageError(
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
         )
-    outputs = _outputs_of(model, len(task.labels) or 1)
+    last_layer = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _is_of_head(model, name) and parameter.shape[0] == (len(task.labels) or 1)
+    }
     if head == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
         with torch.no_grad():
-            for parameter in outputs.values():
+            for parameter in last_layer.values():
                 parameter.copy_(parameter[order])
     if head == "other":
-        loaded = (parameter for name, parameter in outputs.items() if name not in {*left, *loading["missing_keys"]})
+        loaded = (
+            parameter for name, parameter in last_layer.items() if name not in {*mismatched, *loading["missing_keys"]}
+        )
         spread = getattr(model.config, "initializer_range", None) or 0.02
         with torch.no_grad():
             for parameter in loaded:  # as transformers initializes them
                 parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()
-    if head == "none" and left:  # the config does not name the class of the head
+    if head == "none" and mismatched:  # the config does not name the class of the head
         return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
 
 
-def note(folder: Path, said: str) -> None:
+def note(folder: Path, sentence: str) -> None:
     """Write the sentence on the head into the folder of the teacher, unless it is empty."""
-    if said:
-        (folder / _FILE).write_text(f"{said}\n")
+    if sentence:
+        (folder / _FILE).write_text(f"{sentence}\n")
 
 
 def noted(folder: Path) -> str:
@@ -144,12 +149,3 @@ def _named(names: Sequence[str]) -> str:
 
 def _is_of_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.")
-
-
-def _outputs_of(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
-    """Return name → parameter `(count, …)` of the head's last layer, with `count` outputs."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _is_of_head(model, name) and parameter.shape[0] == count
-    }

@@ -63,7 +63,8 @@ def predict(
             outputs = model.generate(**inputs, **generation)  # type: ignore[operator]
         else:
             outputs = model(**{name: values for name, values in batch.items() if name in accepted})
-        parts.append(tuple(_array(values) for values in read(outputs, batch)))
+        values_read = (values.float() if values.dtype == torch.bfloat16 else values for values in read(outputs, batch))
+        parts.append(tuple(values.cpu().numpy() for values in values_read))
     back = np.argsort(order, kind="stable")
     arrays = tuple(_joined(values)[back] for values in zip(*parts, strict=True))
     if not all(np.isfinite(values).all() for values in arrays):
@@ -75,11 +76,12 @@ def place(model: PreTrainedModel) -> str:
     """Move the model to the GPU if there is one and it has no device map; return the device for its inputs."""
     if torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
         model.to("cuda")  # type: ignore[arg-type]
+    return inputs_device(model)
+
+
+def inputs_device(model: PreTrainedModel) -> str:
+    """Return the device for inputs of the model: the CPU if accelerate, which moves inputs, offloaded the weights."""
     return "cpu" if model.device.type == "meta" else str(model.device)
-
-
-def _array(values: Tensor) -> np.ndarray:
-    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -99,7 +99,13 @@ class LanguageModeling(NlpTask):
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
         """Score a model with perplexity: the exponential of the mean loss over all predicted tokens."""
-        (losses,) = predict(model, self.columns(frame, tokenizer, split), default_data_collator, batch, _losses)
+        (losses,) = predict(
+            model,
+            self.columns(frame, tokenizer, split),
+            default_data_collator,
+            batch,
+            lambda outputs, inputs: (_token_losses(outputs["logits"], inputs["labels"]),),
+        )
         rows = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
         loss = float(rows["loss"].mean())
         # Capped, so that a very bad model has a finite perplexity.
@@ -202,10 +208,6 @@ def _pieces(rows: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     for start in range(0, len(rows), _ROWS):
         piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
-
-
-def _losses(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
-    return (_token_losses(outputs["logits"], batch["labels"]),)
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:

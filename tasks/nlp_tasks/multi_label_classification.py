@@ -71,8 +71,8 @@ class MultiLabelClassification(SequenceTask):
         return list(hot.tolist())
 
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
-        predicted, wanted = (torch.from_numpy(values).double() for values in (outputs, labels))
-        return float(binary_cross_entropy_with_logits(predicted, wanted))
+        predicted, true = (torch.from_numpy(values).double() for values in (outputs, labels))
+        return float(binary_cross_entropy_with_logits(predicted, true))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
         """Return micro F1 (over all labels of all rows), macro F1 (the mean over labels), and exact match.
@@ -80,29 +80,29 @@ class MultiLabelClassification(SequenceTask):
         In macro F1, a label that is neither wanted nor predicted has F1 0. Exact match is the share of rows with all
         labels right.
         """
-        wanted, guesses = labels.astype(int), _given(outputs)
+        true, guesses = labels.astype(int), _predicted(outputs)
         return {
-            "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
-            "f1_macro": float(f1_score(wanted, guesses, average="macro", zero_division=0)),
-            "exact_match": float(accuracy_score(wanted, guesses)),
+            "f1_micro": float(f1_score(true, guesses, average="micro", zero_division=0)),
+            "f1_macro": float(f1_score(true, guesses, average="macro", zero_division=0)),
+            "exact_match": float(accuracy_score(true, guesses)),
         }
 
     def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-        return _contributions(labels.astype(int), _given(outputs))
+        return pd.DataFrame({"label": list(labels.astype(int)), "guess": list(_predicted(outputs))})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
         """Return for each row the predicted labels and their probabilities."""
         probabilities = torch.from_numpy(outputs).double().sigmoid().numpy()
         return [
-            {"labels": [self.spec.labels[label] for label in np.flatnonzero(given)], "scores": row[given].tolist()}
-            for row, given in zip(probabilities, _given(outputs).astype(bool), strict=True)
+            {"labels": [self.spec.labels[label] for label in np.flatnonzero(chosen)], "scores": row[chosen].tolist()}
+            for row, chosen in zip(probabilities, _predicted(outputs).astype(bool), strict=True)
         ]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Predict the most frequent set of labels in train for every example; the first set in a tie."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
-        guess = np.array(self.targets(pd.Series([most] * len(frame))), int)
-        return _contributions(np.array(self.targets(frame["label"]), int), guess)
+        true, guess = self.targets(frame["label"]), self.targets(pd.Series([most] * len(frame)))
+        return pd.DataFrame({"label": list(np.array(true, int)), "guess": list(np.array(guess, int))})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         guesses = {tuple(guess) for guess in rows["guess"]}
@@ -111,10 +111,10 @@ class MultiLabelClassification(SequenceTask):
         return ", ".join(self.spec.labels[label] for label in np.flatnonzero(guesses.pop())) or "no label"
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        wanted, guess = (np.array(rows[name].tolist(), float) for name in ("label", "guess"))
+        true, guess = (np.array(rows[name].tolist(), float) for name in ("label", "guess"))
         if self.spec.metric == "exact_match":
-            return on_draws.mean_of(pd.Series((wanted == guess).all(1)))
-        counts = np.concatenate([wanted * guess, guess, wanted], axis=1)
+            return on_draws.mean_of(pd.Series((true == guess).all(1)))
+        counts = np.concatenate([true * guess, guess, true], axis=1)
         if self.spec.metric == "f1_micro":
             return on_draws.of_classes(counts, on_draws.micro_f1)
         return on_draws.of_classes(counts, lambda *sums: on_draws.f1(*sums).mean(1))
@@ -128,10 +128,6 @@ def _labels_of(cell: Any) -> list[Any]:
     return list(dict.fromkeys(label for label in labels if not pd.isna(label) and label != ""))
 
 
-def _given(outputs: np.ndarray) -> np.ndarray:
+def _predicted(outputs: np.ndarray) -> np.ndarray:
     """Return the predicted labels `(rows, labels)`: 1 if the probability is at least the threshold, else 0."""
     return (torch.from_numpy(outputs).double().sigmoid() >= _THRESHOLD).numpy().astype(int)
-
-
-def _contributions(wanted: np.ndarray, guess: np.ndarray) -> pd.DataFrame:
-    return pd.DataFrame({"label": list(wanted), "guess": list(guess)})

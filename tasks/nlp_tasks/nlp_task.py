@@ -84,11 +84,7 @@ class NlpTask(ABC):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model on all rows of a split.
-
-        Args:
-            batch: batch size.
-        """
+        """Score a model on all rows of a split, in batches of `batch` examples."""
 
     @abstractmethod
     def answers(
@@ -275,8 +271,8 @@ class NlpTask(ABC):
         """
         if not tokenizer.is_fast:
             raise StageError(
-                f"{type(tokenizer).__name__} does not say where its tokens stand in a text, which {self.spec.kind} "
-                "needs: name a model.base with a fast tokenizer (a tokenizer.json)"
+                f"{type(tokenizer).__name__} does not give the positions of its tokens in a text, which "
+                f"{self.spec.kind} needs: choose a model.base with a fast tokenizer (a tokenizer.json)"
             )
 
 

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import Batch, Loss, Predictions, span_logits, span_loss
+from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
@@ -110,7 +109,13 @@ class QuestionAnswering(NlpTask):
     ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
         """Return the start and end logits, `(windows, tokens)` each, and the best answer to each question."""
         data = _columns(frame.drop(columns="label", errors="ignore"), windows, tokenizer)
-        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _logits)
+        starts, ends = predict(
+            model,
+            data,
+            self.collate(tokenizer, model),
+            batch,
+            lambda outputs, _: (outputs["start_logits"], outputs["end_logits"]),
+        )
         return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
@@ -123,20 +128,12 @@ class QuestionAnswering(NlpTask):
 def _columns(frame: pd.DataFrame, windows: Sequence[Window], tokenizer: Tokenizer) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = [dict(window.inputs) for window in windows]
     if "label" in frame:
-        places = [_span(cell["text"][0], cell["answer_start"][0]) for cell in frame["label"]]
+        cells = frame["label"].tolist()
         for row, window in zip(rows, windows, strict=True):
-            row |= _positions(window, *places[window.row], tokenizer)
+            answer, start = cells[window.row]["text"][0], cells[window.row]["answer_start"][0]
+            start += len(answer) - len(answer.lstrip())
+            row |= _positions(window, start, start + len(answer.strip()), tokenizer)
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _logits(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
-    return outputs["start_logits"], outputs["end_logits"]
-
-
-def _span(answer: str, start: int) -> tuple[int, int]:
-    """Return where an answer starts and ends in its context, in characters, without white space around it."""
-    start += len(answer) - len(answer.lstrip())
-    return start, start + len(answer.strip())
 
 
 def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> dict[str, int]:
@@ -196,14 +193,21 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
         answers = [_answer(cell) for cell in frame["label"]]
     except (KeyError, TypeError, ValueError) as error:
         raise StageError(
-            f'{where} holds something other than answers; each must be {{"text": [...], "answer_start": [...]}} '
-            "with a start for each text, or a list of such pairs"
+            f'{where} has cells that are not answers: write {{"text": [...], "answer_start": [...]}} with a start for '
+            "each text, or a list of such pairs"
         ) from error
     if without := sum(not answer["text"] for answer in answers):
         raise StageError(f"{where} has {without} questions without an answer: remove them, as SQuAD 1.1 has none")
-    if astray := sum(not _stands(*pair) for pair in zip(answers, frame["text_pair"], strict=True)):
+    astray = sum(
+        not all(
+            start >= 0 and context.startswith(text, start)
+            for text, start in zip(answer["text"], answer["answer_start"], strict=True)
+        )
+        for answer, context in zip(answers, frame["text_pair"], strict=True)
+    )
+    if astray:
         raise StageError(
-            f"{where} has {astray} rows where an answer does not stand at the character answer_start of column "
+            f"{where} has {astray} rows where an answer is not at the character answer_start of column "
             f"{params.columns.text_pair}: correct or remove them"
         )
     return pd.Series(answers, index=frame.index)
@@ -219,8 +223,3 @@ def _answer(cell: Any) -> dict[str, list[Any]]:
         raise TypeError("an answer must be text")
     pairs = list(zip(texts, map(int, starts), strict=True))
     return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
-
-
-def _stands(answers: Mapping[str, list[Any]], context: str) -> bool:
-    pairs = zip(answers["text"], answers["answer_start"], strict=True)
-    return all(start >= 0 and context.startswith(text, start) for text, start in pairs)

@@ -36,8 +36,16 @@ class Regression(SequenceTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        column = f"column {params.columns.label}"
         for frame in splits.values():
-            frame["label"] = _floats(frame["label"], params)
+            try:
+                frame["label"] = frame["label"].astype("float32")
+            except (TypeError, ValueError) as error:
+                raise StageError(
+                    f"{column} is not numeric ({error}): correct it, or set data.task to classification"
+                ) from error
+            if not np.isfinite(frame["label"]).all():
+                raise StageError(f"{column} has labels that are not finite: remove those rows")
         return ()
 
     def head(self) -> dict[str, Any]:
@@ -72,15 +80,3 @@ def _correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> floa
     if np.ptp(values) == 0 or np.ptp(labels) == 0:
         return 0.0
     return float(correlate(labels, values).statistic)
-
-
-def _floats(labels: pd.Series, params: Data) -> pd.Series:
-    try:
-        numbers = labels.astype("float32")
-    except (TypeError, ValueError) as error:
-        raise StageError(
-            f"column {params.columns.label} is no number: {error}; or is data.task classification?"
-        ) from error
-    if not np.isfinite(numbers).all():
-        raise StageError(f"column {params.columns.label} has labels that are not finite: remove those rows")
-    return numbers

@@ -64,7 +64,7 @@ class TokenClassification(NlpTask):
         rows, column = frame["text"], f"column {names['text']} of {source}"
         if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
             raise StageError(
-                f"{column} is not lists of words: data.columns.text must name lists of strings, one a word"
+                f"{column} is not lists of words: data.columns.text must name a column of lists of strings"
             )
         if empty := sum(not len(row) for row in rows):
             raise StageError(f"{column} has {empty} rows without a word: remove them")
@@ -109,7 +109,10 @@ class TokenClassification(NlpTask):
         ]
         tags = frame["label"] if "label" in frame else [np.zeros(len(words), int) for words in frame["text"]]
         rows = zip(columns["input_ids"], tags, firsts, strict=True)
-        labels = [_token_labels(len(ids), np.asarray(row), first) for ids, row, first in rows]
+        labels = []
+        for ids, row_tags, first in rows:
+            labels.append(np.full(len(ids), IGNORED))
+            labels[-1][first[first >= 0]] = np.asarray(row_tags)[first >= 0]
         return {**columns, "labels": labels}, firsts
 
     @property
@@ -169,10 +172,10 @@ class TokenClassification(NlpTask):
         from seqeval.metrics import f1_score as entity_f1_score  # not required by a served version
 
         names = np.array(self.spec.labels)
-        wanted, given = (
+        true, predicted = (
             [names[row[here]].tolist() for row, here in zip(tags, where, strict=True)] for tags in (labels, guesses)
         )
-        return {"accuracy": accuracy, "f1": float(entity_f1_score(wanted, given, zero_division=0))}
+        return {"accuracy": accuracy, "f1": float(entity_f1_score(true, predicted, zero_division=0))}
 
     @property
     def _has_entities(self) -> bool:
@@ -182,8 +185,8 @@ class TokenClassification(NlpTask):
         """Predict the most frequent tag of the training examples for every word."""
         most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
         labels = [np.array(row) for row in self.columns(frame, tokenizer, "test")["labels"]]
-        wanted = [row[row != IGNORED] for row in labels]
-        return pd.DataFrame({"label": wanted, "guess": [np.full_like(row, most) for row in wanted]})
+        true = [row[row != IGNORED] for row in labels]
+        return pd.DataFrame({"label": true, "guess": [np.full_like(row, most) for row in true]})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         guesses = np.unique(np.concatenate(list(rows["guess"])))
@@ -204,7 +207,7 @@ class TokenClassification(NlpTask):
             [set(get_entities(names[np.asarray(tags, int)].tolist())) for tags in pair]
             for pair in zip(rows["guess"], rows["label"], strict=True)
         ]
-        return np.array([[len(given & wanted), len(given), len(wanted)] for given, wanted in pairs], float)
+        return np.array([[len(predicted & true), len(predicted), len(true)] for predicted, true in pairs], float)
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
@@ -214,15 +217,9 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
         outputs: `(rows, tokens, classes)`.
         labels: `(rows, tokens)`.
     """
-    predicted, wanted = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
-    losses = cross_entropy(predicted.mT, wanted, ignore_index=IGNORED, reduction="none")
-    return float((losses.sum(1) / (wanted != IGNORED).sum(1).clamp(min=1)).mean())
-
-
-def _token_labels(tokens: int, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
-    labels = np.full(tokens, IGNORED)
-    labels[first[first >= 0]] = tags[first >= 0]
-    return labels
+    predicted, true = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
+    losses = cross_entropy(predicted.mT, true, ignore_index=IGNORED, reduction="none")
+    return float((losses.sum(1) / (true != IGNORED).sum(1).clamp(min=1)).mean())
 
 
 def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

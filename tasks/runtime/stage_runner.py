@@ -51,8 +51,10 @@ def run_candidate(
         trains: function of the recipe: whether the stage trains, and several processes can share the training.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
-    parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
-    parser.add_argument("--keep", required=True, help="share of the targets' parameters to keep, in (0, 1]")
+    parser.add_argument("--recipe", required=True, help="name of the recipe, built-in or of params.yaml")
+    parser.add_argument(
+        "--keep", required=True, help="share of the target layers' parameters to keep, above 0 and up to 1"
+    )
     arguments = parser.parse_args()
     stage = stage_name(name, candidate_name(arguments.recipe, arguments.keep))
 

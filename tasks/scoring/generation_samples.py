@@ -7,8 +7,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import Continuation
 from tasks.artifacts.task_spec import load_split, load_task
-from tasks.models.model_io import inputs_device
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import inputs_device
 
 _COUNT = 3  # texts: enough to judge a model, and few enough to read
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from eckart.calibration.statistics import load_statistics
 from eckart.model.layers import factorize_target
-from tasks.models.model_io import TEACHER, load, place, size
+from tasks.models.model_io import TEACHER, load, size
+from tasks.nlp_tasks._prediction import place
 from tests.eckart.test_methods import recipes
 from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 

@@ -139,7 +139,7 @@ class TestFoundGood:
                 check()
         assert len(checks) == 2
 
-    @pytest.mark.parametrize("content", [b"", b"\xff", None])
+    @pytest.mark.parametrize("content", [b"\xff", None])
     def test_what_cannot_be_read_was_not_found_good(
         self, tmp_path: Path, checks: list[Any], content: bytes | None
     ) -> None:
@@ -246,37 +246,21 @@ def data_of(task: TaskName, **changes: Any) -> dict[str, Any]:
     return merged({"task": task, "metric": task_class(task).metrics[0], **own}, changes)
 
 
-METRICS_OF: dict[TaskName, set[str]] = {
-    "classification": {"accuracy", "f1", "matthews"},
-    "multi_label_classification": {"f1_micro", "f1_macro", "exact_match"},
-    "regression": {"pearson", "spearman"},
-    "token_classification": {"accuracy", "f1"},
-    "question_answering": {"exact_match", "f1"},
-    "summarization": {"rouge1", "rouge2", "rougeL"},
-    "language_modeling": {"perplexity"},
-}
-
-
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_a_metric_fits_its_task(task: TaskName) -> None:
-    for metric in METRICS:
-        params = tiny(data=data_of(task, metric=metric))
-        if metric in METRICS_OF[task]:
-            assert mistakes(params) == []
-        else:
-            line = only(params, "data.metric")
-            assert advice(line) & set(METRICS) == METRICS_OF[task]
+    own = set(task_class(task).metrics)
+    assert mistakes(tiny(data=data_of(task))) == []
+    other = next(metric for metric in METRICS if metric not in own)
+    assert advice(only(tiny(data=data_of(task, metric=other)), "data.metric")) & set(METRICS) == own
 
 
 @pytest.mark.parametrize(
     ("task", "column", "name"),
     [
-        *((kind, "label", None) for kind in TASK_NAMES if kind != "language_modeling"),
+        ("classification", "label", None),
         ("language_modeling", "label", "label"),
         ("question_answering", "text_pair", None),
-        ("token_classification", "text_pair", "other"),
         ("summarization", "text_pair", "other"),
-        ("language_modeling", "text_pair", "other"),
     ],
 )
 def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name: str | None) -> None:
@@ -295,29 +279,17 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
     ],
 )
 def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskName) -> None:
-    for task in TASK_NAMES:
-        params = tiny(data=data_of(task, **{key: value}))
-        if task == kind:
-            assert mistakes(params) == []
-        else:
-            assert kind in only(params, f"data.{key}")
+    assert mistakes(tiny(data=data_of(kind, **{key: value}))) == []
+    assert kind in only(tiny(data=data_of("classification", **{key: value})), f"data.{key}")
 
 
 @pytest.mark.parametrize(
-    ("labels", "kinds"),
-    [
-        ("given", set(TASK_NAMES)),
-        ("expected", {"classification"}),
-        ("drawn", {"classification", "multi_label_classification", "language_modeling"}),
-    ],
+    ("labels", "task", "other"),
+    [("expected", "classification", "regression"), ("drawn", "language_modeling", "token_classification")],
 )
-def test_labels_of_the_statistics_fit_the_task(labels: str, kinds: set[TaskName]) -> None:
-    for task in TASK_NAMES:
-        params = tiny(data=data_of(task), importance={"labels": labels})
-        if task in kinds:
-            assert mistakes(params) == []
-        else:
-            assert "given" in advice(only(params, "importance.labels"))
+def test_labels_of_the_statistics_fit_the_task(labels: str, task: TaskName, other: TaskName) -> None:
+    assert mistakes(tiny(data=data_of(task), importance={"labels": labels})) == []
+    assert "given" in advice(only(tiny(data=data_of(other), importance={"labels": labels}), "importance.labels"))
 
 
 def test_zero_shot_tasks_are_for_language_models() -> None:
@@ -331,19 +303,19 @@ def test_summaries_have_a_length() -> None:
 
 
 @pytest.mark.parametrize("key", ["task", "metric"])
-@pytest.mark.parametrize("value", [None, ["accuracy"], {"a": 1}, "magic", 1])
+@pytest.mark.parametrize("value", [None, ["accuracy"], "magic"])
 def test_a_kind_or_metric_that_there_is_not_is_one_line(key: str, value: Any) -> None:
     assert paths(mistakes(put(("data", key), value))) == [f"data.{key}"]
 
 
-@pytest.mark.parametrize("gain", [-1, 1, 20])
+@pytest.mark.parametrize("gain", [-1, 1])
 def test_only_a_perplexity_can_gain_as_much_as_1(gain: float) -> None:
     params = tiny(promotion={"least_gain": gain})
     assert "accuracy" in only(params, "promotion.least_gain")
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
-@pytest.mark.parametrize("name", ["my-kfac", "a b", "a/b", "", "..", "a.b"])
+@pytest.mark.parametrize("name", ["my-kfac", "", "a.b"])
 def test_a_recipe_s_name_is_a_word(name: str) -> None:
     """It becomes a part of stage names, where a dash comes before the keep, and of folders."""
     only(put(("recipes", name), TINY["recipes"]["svd"]), f"recipes.{name}")
@@ -456,17 +428,6 @@ def test_parts_that_make_no_sense_together_are_refused() -> None:
         only(params, f"recipes.svd.{where}")
 
 
-def test_factorizing_in_order_is_told_of_all_weightings_that_read_inputs() -> None:
-    ours = repository_params()
-    ours["recipes"]["svd"]["sequential"] = IN_ORDER
-    told = advice(only(ours, "recipes.svd.sequential"))
-    assert told & {"none", "fisher", "taylor", "inputs", "movement", "kfac", "fisher_inputs"} == {
-        "inputs",
-        "kfac",
-        "fisher_inputs",
-    }
-
-
 def test_the_parameters_know_every_kind_of_statistics() -> None:
     """They have a list of their own, since that of eckart comes with torch."""
     (kinds, _) = get_args(Importance.model_fields["statistics"].annotation)
@@ -474,7 +435,7 @@ def test_the_parameters_know_every_kind_of_statistics() -> None:
 
 
 @pytest.mark.parametrize("option", ["products", "tied"])
-def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> None:
+def test_targets_of_two_linear_layers_are_refused_for_a_method_without_them(option: str) -> None:
     ours = repository_params()
     ours["targets"][option] = True
     ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "kfac", "drone_tolerance"], []
@@ -536,7 +497,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return params
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=mutated())
 def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
     """Each with a path and what to write, whatever name or value it quotes."""
@@ -544,10 +505,9 @@ def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str,
     try:
         check()
     except ParamsError as error:
-        said = str(error)
+        head, *lines = str(error).split("\n")
     else:
         return
-    head, *lines = said.split("\n")
     assert head.startswith("params.yaml")
     assert lines
     for line in lines:
@@ -556,25 +516,18 @@ def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str,
         assert len(line) < 1500
 
 
-HOLDS_ITSELF = "study: &it\n  name: tiny\n  goals: *it\n"
-
-
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        (HOLDS_ITSELF, "study.goals"),
+        ("study: &it\n  name: tiny\n  goals: *it\n", "study.goals"),
         ("? [a, b]\n: 1\n", "('a', 'b')"),
         ("study: {name: !!binary aGVsbG8=}\n", "study.name"),
         ("seed: 2020-01-01\n", "seed"),
-        ("seed: !!set {a, b}\n", "seed"),
         ("seed: !!python/object:os.system {}\n", ""),
         ("seed: \udcff\n", ""),
         ("- a list\n", ""),
-        ("--- 1\n--- 2\n", ""),
         ("[" * 3000, ""),
         ("seed: 2020-99-99\n", ""),
-        ("seed: !!int abc\n", ""),
-        ("seed: " + "9" * 5000 + "\n", ""),
     ],
 )
 def test_what_yaml_has_and_parameters_have_not_is_said(tmp_path: Path, text: str, path: str) -> None:

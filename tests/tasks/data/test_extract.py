@@ -171,14 +171,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_splits() -> N
     assert pairs(found[0][0]["test"]) != pairs(found[2][0]["test"])
 
 
-def test_splits_are_those_of_the_names_of_files() -> None:
-    write(reviews().head(50), "folder/first")
-    write(reviews().tail(10).assign(label="positive"), "folder/second", ".jsonl")
-    splits = extracted("data/raw/folder", splits={"train": "first", "test": "second"})
-    assert len(splits["test"]) == 10
-    assert set(splits["test"]["text"]) == set(reviews().tail(10)["text"])
-
-
 def test_a_test_split_that_is_not_named_is_not_read() -> None:
     write(name="folder/train")
     write(reviews().assign(text="a leak"), "folder/test")
@@ -212,16 +204,15 @@ def test_pairs_of_sentences_have_two_texts_and_two_segments() -> None:
     assert inputs["labels"] == splits["train"]["label"].tolist()
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize(
-    ("values", "names"),
+    ("suffix", "values", "names"),
     [
-        (["no", "yes"], ("no", "yes")),
-        ([5, 3], ("3", "5")),
-        ([True, False], ("False", "True")),
-        ([10, 9, 1], ("1", "9", "10")),
+        (".jsonl", ["no", "yes"], ("no", "yes")),
+        (".csv", [True, False], ("False", "True")),
+        (".parquet", [True, False], ("False", "True")),
+        (".csv", [10, 9, 1], ("1", "9", "10")),
+        (".parquet", [10, 9, 1], ("1", "9", "10")),
     ],
-    ids=["strings", "numbers", "truths", "three"],
 )
 def test_classes_are_numbered_in_the_order_of_their_names(suffix: str, values: list[Any], names: tuple[str]) -> None:
     frame = rows(values * 10)
@@ -233,7 +224,7 @@ def test_classes_are_numbered_in_the_order_of_their_names(suffix: str, values: l
         assert all(truth[text] == task.labels[label] for text, label in pairs(split))
 
 
-@pytest.mark.parametrize("word", ["NA", "None", "null", "nan", "n/a"])
+@pytest.mark.parametrize("word", ["NA", "null"])
 def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> None:
     extracted(write(rows([word, "yes"] * 15)))
     assert set(load_task().labels) == {word, "yes"}
@@ -253,7 +244,7 @@ def test_classes_of_a_typed_file_keep_their_names() -> None:
     )
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_a_regression_has_numbers_and_no_classes(suffix: str) -> None:
     frame = rows([0.5, -1.25, 4.0, 2.0] * 5)
     splits = extracted(write(frame, suffix=suffix), **REGRESSION)
@@ -283,13 +274,9 @@ DATES = list(pd.date_range("2020-01-01", periods=10))
     [
         (["a"], ".csv", {}, r"data/raw/rows\.csv.*data\.shares"),  # splits are left empty
         ([], ".csv", {}, r"^data/raw/rows\.csv .*\bempty\b"),
-        ([], ".tsv", {}, r"^data/raw/rows\.tsv .*\bempty\b"),
         ([], ".parquet", {}, r"^data/raw/rows\.parquet .*\bempty\b"),
         (["a", "b"], ".csv", GIVEN, r"\btest\b.*data\.splits"),  # a file has one split
         (["good"] * 20, ".csv", {}, r"\blabel\b.* 'good'"),
-        ([1] * 20, ".csv", {}, r"\blabel\b.* 1"),
-        ([True] * 20, ".csv", {}, r"\blabel\b.* True"),
-        ([[0], [1]] * 5, ".jsonl", {}, r"\blabel\b"),
         (["a", 1] * 5, ".jsonl", {}, r"\blabel\b"),
         (["a", "b"] * 5, ".csv", REGRESSION, r"\blabel\b.*data\.task"),
         (DATES, ".parquet", REGRESSION, r"\blabel\b.*data\.task"),
@@ -302,23 +289,18 @@ def test_rows_from_which_nothing_can_be_learned_are_named(
     assert re.search(named, refusal(write(rows(labels), suffix=suffix), **data))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize(("column", "value"), [("text", None), ("label", None), ("pair", None), ("text", "")])
+@pytest.mark.parametrize(
+    ("suffix", "column", "value"),
+    [(".csv", "text", None), (".tsv", "label", None), (".jsonl", "pair", None), (".parquet", "text", "")],
+)
 def test_empty_cells_are_counted(suffix: str, column: str, value: str | None) -> None:
     frame = reviews().assign(pair="and")
     frame.loc[[3, 5, 8], column] = value
     assert re.search(rf" 3 .*\b{column}\b", refusal(write(frame, suffix=suffix), columns={"text_pair": "pair"}))
 
 
-def test_an_empty_cell_of_another_column_is_no_mistake() -> None:
-    frame = reviews().assign(remark="fine")
-    frame.loc[3, "remark"] = None
-    assert sizes(extracted(write(frame))) == (32, 8, 12, 16)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_a_text_that_is_a_number_is_refused(suffix: str) -> None:
-    assert "id" in refusal(write(reviews().assign(id=range(60)), suffix=suffix), columns={"text": "id"})
+def test_a_text_that_is_a_number_is_refused() -> None:
+    assert "id" in refusal(write(reviews().assign(id=range(60))), columns={"text": "id"})
 
 
 @pytest.mark.parametrize(
@@ -326,11 +308,9 @@ def test_a_text_that_is_a_number_is_refused(suffix: str) -> None:
     [
         (".csv", b"", ""),
         (".csv", b"text,label\na,b\na,b,c,d\n", ""),
-        (".csv", b'text,label\n"never closed,a\nb,c\n', ""),
         (".csv", b"text,label\ncaf\xe9,yes\n", ""),
         (".jsonl", b"", ""),
         (".jsonl", b'{"text": "a", "lab', ""),
-        (".jsonl", b'["a", "b"]\n3\n', ""),
         (".parquet", b"", ""),
         (".parquet", b"this is no Parquet", ""),
         (".xlsx", b"text", r"\.csv.*\.tsv.*\.json.*\.jsonl.*\.parquet"),
@@ -345,9 +325,7 @@ def test_a_file_that_cannot_be_read_is_named(suffix: str, content: bytes, named:
     [
         ("data/raw", r"\.csv\b"),  # a folder without files
         ("data/raw/absent.csv", r"\bdata\.source\b"),
-        ("data/raw/absent", r"\bdata\.source\b"),
         ("nobody/nothing", r"data/raw\b"),
-        ("nothing", r"data/raw\b"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(source: str, named: str) -> None:
@@ -362,7 +340,7 @@ def test_a_test_split_that_is_empty_or_absent_is_named(frame: pd.DataFrame | Non
     assert re.search(expected, refusal("data/raw/folder", **GIVEN))
 
 
-@pytest.mark.parametrize("role", ["text", "text_pair", "label"])
+@pytest.mark.parametrize("role", ["text_pair", "label"])
 def test_a_missing_column_is_named_with_those_there_are(role: str) -> None:
     message = refusal(write(reviews().rename(columns={"label": "mood"})), columns={"label": "mood", role: "absent"})
     assert {"absent", "data.columns", "text", "mood"} <= set(re.findall(r"[\w.]+", message))
@@ -376,13 +354,11 @@ def test_a_class_of_the_test_that_train_has_not_is_named() -> None:
     assert "positive" not in message
 
 
-@pytest.mark.parametrize(
-    "source", ["rows.csv", "data/rows.csv", "data/raw/../rows.csv", "./data/splits.csv", "data", "../other/rows.csv"]
-)
+@pytest.mark.parametrize("source", ["rows.csv", "data/raw/../rows.csv", "data", "../other/rows.csv"])
 def test_a_source_outside_data_raw_is_refused(source: str) -> None:
     """DVC watches data/raw alone, and would not see it change."""
     Path("../other").mkdir()
-    for file in ("rows.csv", "data/rows.csv", "../other/rows.csv", "data/splits.csv"):
+    for file in ("rows.csv", "data/rows.csv", "../other/rows.csv"):
         reviews().to_csv(file, index=False)
     assert re.match(rf"{os.path.normpath(source)} .*\bdata/raw\b", refusal(source))
 

@@ -58,16 +58,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_file_of_a_wheel_lasts_as_long_as_the_context(index: Path) -> None:
-    with member("pypi://toy_model==1.0/toy_model/weights/a.txt") as file:
-        assert file.read_text() == "alpha"
-    assert not file.exists()
-
-
-def test_a_folder_of_a_wheel_is_given_whole(index: Path) -> None:
+def test_a_folder_of_a_wheel_is_given_whole_and_lasts_as_long_as_the_context(index: Path) -> None:
     """The name as an index normalises it serves as well."""
     with member("pypi://toy-model==1.0/toy_model") as folder:
         assert {str(file.relative_to(folder)) for file in folder.rglob("*.txt")} == {"weights/a.txt", "b.txt"}
+    assert not folder.exists()
 
 
 def test_the_source_distribution_is_taken_where_there_is_a_wheel_too(index: Path) -> None:
@@ -82,11 +77,9 @@ def test_the_source_distribution_is_taken_where_there_is_a_wheel_too(index: Path
     ("address", "named"),
     [
         ("absent==1.0/a", "absent==1.0.*absent==1.0"),
-        ("toy_model==9.9/a", "toy_model==9.9.*toy_model==9.9"),
         ("toy_data==2.0/extra/c.txt", r"toy_data==2\.0"),  # no wheel: nothing of a package may run, and building would
         ("toy_model==1.0/toy_model/absent", r"toy_model==1\.0 .*toy_model/absent"),
         ("toy_model==1.0/../../../../../../etc/passwd", "toy_model"),
-        ("toy_model==1.0//etc/passwd", "toy_model"),
     ],
 )
 def test_what_cannot_be_had_is_named(index: Path, address: str, named: str) -> None:
@@ -106,15 +99,10 @@ def test_an_index_that_does_not_answer_is_said(index: Path, monkeypatch: pytest.
     "address",
     [
         "pypi://toy_model/a.txt",
-        "pypi://toy_model==1.0",
         "pypi://toy_model==1.0/",
-        "pypi://toy_model>=1.0/a.txt",
-        "pypi://==1.0/a.txt",
-        "pypi:/toy_model==1.0/a.txt",
         "toy_model==1.0/a.txt",
         "pypi://--help==1.0/a.txt",
         "pypi://toy_model==1.0 --index-url=x/a.txt",
-        "",
     ],
 )
 def test_a_malformed_address_is_told_how_to_be_written(address: str) -> None:

@@ -188,9 +188,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_data_that_break_no_limit_leave_the_same_file_whatever_the_limits(here: Path) -> None:
     run_stage("check")
-    first = stage.CHECKED.read_bytes(), FINDINGS.read_bytes(), stage.PAGE.read_bytes()
-    run_stage("check")
-    assert first == (stage.CHECKED.read_bytes(), FINDINGS.read_bytes(), stage.PAGE.read_bytes())
+    first = stage.CHECKED.read_bytes(), FINDINGS.read_bytes()
     write_params(here, tiny_params(check={"fewest_rows": 7}))
     run_stage("check")
     assert stage.CHECKED.read_bytes() == first[0]

@@ -27,7 +27,7 @@ from tests.tasks.nlp_tasks import test_summarization as summary
 from tests.tasks.nlp_tasks import test_token_classification as token
 from tests.tasks.scoring import test_scores as classification
 from tests.tasks.sources import write_jsonl
-from tests.workspace import run_study, tiny_params, tiny_tokenizer, write_base, write_params
+from tests.workspace import run_stage, tiny_params, tiny_tokenizer, write_base, write_params
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ CASES = {
     ),
     "multi_label_classification": Case(multi_label.TASK, multi_label.model, multi_label.rows),
     "token_classification": Case(token.TASK, token.bert, token.rows),
-    "question_answering": Case(question.task(), question.bert, lambda: question.asked(60)),
-    "summarization": Case(summary.task(), summary.t5, lambda: summary.rows(30), summary.tokenizer),
-    "summarization by BART": Case(summary.task(), summary.bart, lambda: summary.rows(30), summary.tokenizer),
+    "question_answering": Case(question.task(), question.bert, lambda: question.asked(30)),
+    "summarization": Case(summary.task(), summary.t5, lambda: summary.rows(15), summary.tokenizer),
     "language_modeling": Case(
         language.task(), language.model, lambda: language.rows(language.TEXT), language.tokenizer
     ),
@@ -69,7 +68,7 @@ def test_a_score_depends_on_neither_batches_nor_order_nor_mode_and_leaves_the_mo
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = kind.score(model.eval(), case.tokenizer(), rows, 16, "test").score
     shuffled = rows if kind.running_text else rows.sample(frac=1, random_state=0)
-    for size, frame in [(1, rows), (7, rows), (64, rows), (16, shuffled)]:
+    for size, frame in [(1, rows), (7, rows), (16, shuffled)]:
         score = kind.score(model.train(), case.tokenizer(), frame, size, "test").score
         assert score.rows == expected.rows
         assert score.metrics == pytest.approx(expected.metrics, rel=1e-5)
@@ -104,7 +103,7 @@ def test_the_loss_of_an_example_does_not_depend_on_those_beside_it(case: Case) -
 def test_statistics_do_not_depend_on_the_batches(case: Case) -> None:
     kind, model = kind_of(case.task), case.model().double().eval()
     data, collate = kind.encode(case.rows(), case.tokenizer(), "test"), kind.collate(case.tokenizer(), model)
-    data = data.select(range(30))
+    data = data.select(range(min(30, len(data))))
     targets = find_targets(model, next(batches(data, collate, 1, "cpu"))).targets
     whole, parts = (collect(model, batches(data, collate, size, "cpu"), targets, loss=kind.loss) for size in (60, 4))
     for name, tensors in whole.items():
@@ -144,7 +143,10 @@ def test_a_study_goes_from_files_to_scores(workspace: Path, data: dict[str, Any]
     distillation = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
     changes = {"study": {"recipes": ["kfac"]}, "recipes": {"kfac": {"recovery": {"distillation": distillation}}}}
     write_params(Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_rows": 7}, **changes))
-    run_study("kfac")
+    for stage in ("extract", "check", "teacher", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize", "finetune", "evaluate"):
+        run_stage(stage, "kfac", "0.5")
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     for step in ("factorized", "recovered"):
         assert evaluation[step]["rows"] == len(load_split("test"))

