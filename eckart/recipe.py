@@ -40,23 +40,23 @@ class Recipe(BaseModel):
 
     source: Source = Field(
         "teacher",
-        description="the dense model to begin with: teacher, the original model; base: it learns the task on the way",
+        description="the dense model to start from: teacher, the original model; base, which learns the task meanwhile",
     )
     shaping: Shaping | None = Field(
         None, description="training that gives the dense weights a structure before the factorization; null: none"
     )
     weighting: Weighting = Field(Plain(), description="the norm in which a target's error is small")
     ranks: RankSearch = Field(Uniform(), description="the search that divides the budget among the targets")
-    residual: Residual | None = Field(None, description="what stands beside the factors; null: nothing")
+    residual: Residual | None = Field(None, description="a sparse matrix beside the factors; null: none")
     storage: Storage = Field(
         "factors", description="factors: r (out + in) parameters at rank r; pivoted: r (out + in - r)"
     )
     sequential: InOrder | None = Field(
         None,
-        description="factorize in order of execution, each target on the inputs that it then has; null: all "
-        "at once, on those of the original model",
+        description="factorize in order of execution, each target by its inputs in the partly factorized model; null: "
+        "all at once, by the inputs in the original model",
     )
-    recovery: Recovery = Field(Finetune(), description="the fine-tuning that heals the factorized model")
+    recovery: Recovery = Field(Finetune(), description="fine-tuning of the factorized model")
 
     @property
     def methods(self) -> list[Method]:
@@ -116,11 +116,9 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]) -> Any:
     if not isinstance(own, Mapping):
         return own
-    stated = merge(_expanded_parts(built_in), _expanded_parts(own))
-    recipe = merge(
-        Recipe().model_dump(mode="json"), {name: parts for name, parts in stated.items() if name != "recovery"}
-    )
-    recipe["recovery"] = _with_common(stated.get("recovery", {}), recovery)
+    stated = merge(_expanded("", built_in), _expanded("", own))
+    own_recovery = stated.pop("recovery", {})
+    recipe = merge(Recipe().model_dump(mode="json"), stated) | {"recovery": _with_common(own_recovery, recovery)}
     try:
         return Recipe.model_validate_json(json.dumps(recipe, default=repr), strict=True).model_dump(mode="json")
     except ValidationError:
@@ -128,12 +126,7 @@ def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]
 
 
 def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
-    """Return a recipe's recovery with the settings of `common` added, if its kind has them and it does not state them.
-
-    Args:
-        stated: the recovery settings that the recipe states.
-        common: settings for all recipes.
-    """
+    """Return the recovery that a recipe states, with the `common` settings added that its kind has."""
     if not isinstance(stated, Mapping):
         return stated
     kind = stated.get("kind", common.get("kind", "finetune"))
@@ -141,15 +134,11 @@ def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
     return merge({**{name: value for name, value in common.items() if name in fields}, "kind": kind}, stated)
 
 
-def _expanded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _expanded(name, value) for name, value in parts.items()}
-
-
 def _expanded(name: str, value: Any) -> Any:
     """Replace a bare word by `{"kind": word}` in a part, and in all parts inside it."""
     if isinstance(value, str) and name in PARTS:
         return {"kind": value}
-    return _expanded_parts(value) if isinstance(value, Mapping) else value
+    return {key: _expanded(key, part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
@@ -157,21 +146,17 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
-        yield from _source_contradictions(recipe)
+        for part in (recipe.weighting, recipe.ranks):
+            if part.statistics:
+                yield "source", f"is base, but {part.kind} reads statistics of the teacher; write teacher"
+        if recipe.ranks.asks_frozen and recipe.shaping is None:
+            yield (
+                "source",
+                f"is base, but {recipe.ranks.kind} reads the loss of a model that has learned the task; write teacher, "
+                "or add a shaping",
+            )
     if recipe.sequential is not None:
         yield from _order_contradictions(recipe)
-
-
-def _source_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    for part in (recipe.weighting, recipe.ranks):
-        if part.statistics:
-            yield "source", f"is base, but {part.kind} reads statistics, which are the teacher's; write teacher"
-    if recipe.ranks.asks_frozen and recipe.shaping is None:
-        yield (
-            "source",
-            f"is base, whose loss {recipe.ranks.kind} would ask before it has learned the task; write teacher, or add "
-            "a shaping",
-        )
 
 
 def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
@@ -180,16 +165,13 @@ def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
         fitting = [weighting.kind for weighting in weightings if "inputs" in weighting.statistics]
         yield (
             "sequential",
-            f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or one of "
+            f"needs a weighting by inputs, which {recipe.weighting.kind} is not; write null, or take one of "
             f"the weightings {', '.join(fitting)}",
         )
     if recipe.ranks.leaves_low_rank:
-        yield (
-            "sequential",
-            f"{recipe.ranks.kind} leaves weights of low rank, which statistics cannot change; write null",
-        )
+        yield "sequential", f"has no effect, because {recipe.ranks.kind} already leaves low-rank weights; write null"
     if recipe.residual is not None:
-        yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
+        yield "sequential", "has no effect, because factors and residual add up to the weight; write null"
 
 
 def captions() -> dict[str, str]:

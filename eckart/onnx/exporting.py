@@ -24,7 +24,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.calibration.losses import Batch
-from eckart.onnx.int8 import quantize
 from eckart.onnx.running import (
     KEPT,
     OUTPUTS,
@@ -117,6 +116,8 @@ def export(
         compared = [*texts, *batches]
         rows, difference = _compare(model, written, sample, compared)
         if int8:
+            from eckart.onnx.int8 import quantize  # needs the extra
+
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
             quantize(exact, written, list(calibration) or texts)
@@ -193,6 +194,8 @@ def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     """Write the graph that `model` runs for `sample`, and return the number of floating-point numbers in it."""
+    from eckart.onnx import graph_edits  # needs the extra
+
     with torch.no_grad():
         outputs = list(_outputs(model, sample))
     if not outputs:
@@ -216,10 +219,10 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
             ) from error
     assert program
-    _store_tables_by_rows(program.model.graph)
-    _strip(program.model)
+    graph_edits.store_tables_by_rows(program.model.graph)
+    graph_edits.strip(program.model)
     if _has_cache(sample):
-        _add_kept_logits(program.model)
+        graph_edits.add_kept_logits(program.model)
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
@@ -227,69 +230,6 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
 
 def _has_cache(inputs: Batch) -> bool:
     return any(name.startswith(PAST) for name in inputs)
-
-
-def _add_kept_logits(model: Any) -> None:
-    """Add the optional input KEPT, the number of last tokens to compute logits for; 0: all.
-
-    The head is half of the work of a small language model on a prompt, but generation needs only the logits of the last
-    token. If the logits of a graph are a sum of products, the graph stays unchanged.
-    """
-    import onnx_ir as ir
-
-    (logits,) = (value for value in model.graph.outputs if value.name == "logits")
-    product = logits.producer()
-    while product.op_type != "MatMul":  # skip nodes that bound or scale the logits
-        makers = [value.producer() for value in product.inputs if value is not None]
-        computed = [maker for maker in makers if maker is not None and maker.op_type != "Constant"]
-        if len(computed) != 1:
-            return
-        (product,) = computed
-    count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
-    # an initializer is the default value of an input
-    count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)
-    one, end = (
-        ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor([number], name=f"{KEPT}.{name}"))
-        for name, number in (("one", 1), ("end", torch.iinfo(torch.int64).max))
-    )
-    negative = ir.node("Neg", [count])
-    start = ir.node("Reshape", [negative.outputs[0], one])
-    last = ir.node("Slice", [product.inputs[0], start.outputs[0], end, one])
-    model.graph.insert_before(product, [negative, start, last])
-    product.replace_input_with(0, last.outputs[0])
-    model.graph.inputs.append(count)
-    for value in (count, one, end):
-        model.graph.register_initializer(value)
-    rows, _, classes = logits.shape
-    logits.shape = ir.Shape([rows, "kept", classes])
-
-
-def _store_tables_by_rows(graph: Any) -> None:
-    """Store the table of each embedding by rows, so that a lookup needs no transposed copy of it.
-
-    Such a table was stored transposed, for a product with the same weight. That product transposes it back now.
-    """
-    import onnx_ir as ir
-
-    for value in list(graph.initializers.values()):
-        transposes = [node for node in value.consumers() if node.op_type == "Transpose"]
-        lookups = [use for node in transposes for use in node.outputs[0].uses()]
-        others = [(user, place) for user, place in value.uses() if user not in transposes]
-        if not lookups or any(user.op_type != "Gather" or place for user, place in lookups):
-            continue
-        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in transposes):
-            continue
-        rows = value.const_value.numpy().T.copy()
-        table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
-        graph.register_initializer(table)
-        for node in transposes:
-            node.outputs[0].replace_all_uses_with(table)
-            graph.remove(node, safe=True)
-        for user, place in others:
-            back = ir.node("Transpose", [table], {"perm": [1, 0]})
-            graph.insert_before(user, back)
-            user.replace_input_with(place, back.outputs[0])
-        del graph.initializers[value.name]
 
 
 def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
@@ -345,21 +285,6 @@ def _grouped_attention(
     shares = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
     mixed = (shares.reshape(as_rows) @ value).reshape(rows, heads, tokens, -1)
     return mixed.transpose(1, 2).contiguous(), None
-
-
-def _strip(model: Any) -> None:
-    """Remove the exporter's stack traces: they contain paths of this machine and are larger than the graph.
-
-    Also remove all shapes except those of inputs and outputs. onnx infers them, and a tool that transposes a weight
-    would otherwise refuse the file because the noted shape is wrong.
-    """
-    nodes = list(model.graph.all_nodes())
-    values = [value for node in nodes for value in node.outputs]
-    for value in (*values, *model.graph.initializers.values()):
-        if not value.is_graph_output():
-            value.shape = value.type = None
-    for part in (model, model.graph, *nodes, *values, *model.graph.inputs, *model.graph.initializers.values()):
-        part.metadata_props.clear()
 
 
 def _compare(

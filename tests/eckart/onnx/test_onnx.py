@@ -41,8 +41,9 @@ from eckart.model.hf_format import save
 from eckart.model.layers import PivotedLinear, factorize_target, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import find_targets, weight_of
-from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
 from eckart.onnx.exporting import TOLERANCE, _move
+from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
 from tasks.artifacts.task_spec import load_split
