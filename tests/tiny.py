@@ -226,16 +226,9 @@ ARCHITECTURES = {
     "bert": Architecture("classification", bert, 13, {HEAD: 1}, 3),
     # and its head, words and token types; its positions are the same for all samples
     "bert-everything": Architecture("classification", bert, 16, {NOT_OF_EXAMPLES: 1}, everything=True),
-    # 6 a layer; the head is two layers
-    "distilbert": Architecture(
-        "classification",
-        of("DistilBertForSequenceClassification", dim=16, n_layers=2, n_heads=2, hidden_dim=24, **LENGTH),
-        12,
-        {HEAD: 2},
-        3,
-    ),
     # 11 a layer (3 of bottlenecks, 4 of attention, 2 for each of two feed-forward networks) and one of the embeddings
     "mobilebert": Architecture("classification", mobilebert, 23, {HEAD: 1}, 3),
+    # 6 a layer; the head is two layers
     "roberta": Architecture(
         "classification", of("RobertaForSequenceClassification", **LAYERS, **LENGTH), 12, {HEAD: 2}, 5
     ),
@@ -262,7 +255,6 @@ ARCHITECTURES = {
         14,
         {HEAD: 1},
     ),
-    "qwen2": Architecture("causal", of("Qwen2ForCausalLM", **GROUPED), 14, {HEAD: 1}, 2),
     "qwen3": Architecture("causal", of("Qwen3ForCausalLM", **GROUPED, head_dim=8), 14, {HEAD: 1}, 2),
     # 3 a layer; the weight of dt_proj is used without its forward
     "mamba": Architecture(

@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    T5EncoderModel,
     Trainer,
     TrainingArguments,
 )
@@ -33,7 +32,6 @@ from tests import tiny
 
 SAMPLES = tiny.samples(8)
 BATCH = tiny.collate(SAMPLES)
-FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
 def compress(model: PreTrainedModel, every: int = 1) -> PreTrainedModel:
@@ -110,17 +108,6 @@ def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     assert_same(loaded, model)
 
 
-def test_a_model_that_reads_the_weights_of_its_layers_runs_and_loads(tmp_path):
-    model = tiny.t5().eval()
-    tokens = {key: BATCH[key] for key in ("input_ids", "attention_mask")}
-    for target in find_targets(model, tokens).targets:
-        factorize_target(
-            model, target.name, *decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()).truncate(2)
-        )
-    save(model, tmp_path)
-    tiny.assert_same(T5EncoderModel.from_pretrained(tmp_path), model, tokens)
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +155,7 @@ def test_a_loaded_model_can_be_compressed_further(tmp_path):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_a_compressed_model_loads_without_its_head(family, tmp_path):
     """Its layers have shorter names then, and a factorized head is left out; saved like that, it can get a new head."""
     model = compress(tiny.FAMILIES[family]())
