@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,10 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: the model cannot be saved or loaded, or the loaded model's outputs differ.
     """
-    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_progress_bars():
+    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, ExitStack() as at_exit:
+        if is_progress_bar_enabled():
+            disable_progress_bar()
+            at_exit.callback(enable_progress_bar)
         try:
             save(model, Path(folder))
             loaded: Any = type(model).from_pretrained(
@@ -265,18 +268,6 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
         outputs = model(**batch)
     values = [value for name, value in outputs.items() if name != "loss"]
     return [value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
 
 
 def forget_needed(config: PreTrainedConfig) -> None:

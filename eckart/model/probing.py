@@ -28,7 +28,7 @@ _NO_PADDING = "global_attention_mask"
 _NOT_TEXT = ("pixel", "visual", "image")
 """Beginnings of the names of batch entries that do not hold tokens of a text."""
 
-NEVER_RAN = "its forward ran 0 times for one batch"
+NEVER_RAN = "its forward did not run for the batch"
 
 
 def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
@@ -165,7 +165,7 @@ class Probe:
         if not self._counts.get(name):
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
-            return "it reads a nested tensor, which no mask of the batch describes"
+            return "it reads a nested tensor, to which no mask of the batch fits"
         return self._not_linear.get(name)
 
     def mixes_examples(self, name: str) -> str | None:

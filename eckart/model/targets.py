@@ -328,7 +328,7 @@ def _patched(module: nn.Module) -> str | None:
     """
     changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     hooked = changed or module._forward_hooks or module._forward_pre_hooks
-    return "a hook or a forward of its own may change what it computes" if hooked else None
+    return "a hook or a patched forward may change what it computes" if hooked else None
 
 
 def _tied(name: str, owners: Sequence[str] | None) -> str | None:
@@ -414,7 +414,7 @@ def _try_replacing(
             model.set_submodule(name, module)
     bypassed = [name for name, stand_in in stand_ins.items() if stand_in.calls != calls[name]]
     if bypassed:
-        return "is called by another reference than its name", bypassed
+        return "is not called through its name in the model", bypassed
     readers = [name for name, stand_in in stand_ins.items() if stand_in.weight_was_read]
     return (None if has_nan == expected else "its weight is used outside its forward"), readers
 

@@ -215,7 +215,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         except torch.onnx.errors.OnnxExporterError as error:
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ExportError(
-                f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
+                f"torch cannot export a {type(model).__name__}, so only torch itself can run it: {reason}"
             ) from error
     assert program
     graph_edits.store_tables_by_rows(program.model.graph)

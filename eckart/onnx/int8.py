@@ -40,7 +40,7 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
         ExportError: onnxruntime cannot quantize the graph.
     """
     with (
-        explained("cannot quantize what torch exported"),
+        explained("cannot quantize the file"),
         quiet(),
         tempfile.TemporaryDirectory(prefix=f".{quantized.name}-", dir=quantized.parent) as folder,
     ):

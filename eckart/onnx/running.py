@@ -102,7 +102,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
 
 @contextmanager
-def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
+def explained(what: str = "cannot run the file that torch exported") -> Iterator[None]:
     """Raise every error in this context as an ExportError that names onnxruntime."""
     try:
         yield

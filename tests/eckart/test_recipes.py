@@ -1,6 +1,7 @@
 """The studies of this repository: each validates, and those that take a hub start and say so where there is none."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -8,12 +9,13 @@ import pytest
 
 from tasks.artifacts.metrics import METRICS
 from tasks.extract import extract
-from tasks.multi_seed.study_file import load
+from tasks.multi_seed import study_file
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import REPOSITORY, write_params
 
 STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))
+load = cache(study_file.load)
 
 
 @pytest.fixture(autouse=True)

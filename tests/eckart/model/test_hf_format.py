@@ -23,11 +23,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.factorization.pivoted_storage import pivot
-from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
 from eckart.model.hf_format import save
-from eckart.model.layers import factorize_target, factorized, merge, pivoted
-from eckart.model.targets import find_targets, weight_of
+from eckart.model.layers import factorized, merge, pivoted
+from eckart.model.targets import find_targets
 from tests import tiny
 
 SAMPLES = tiny.samples(8)
@@ -38,8 +36,7 @@ def compress(model: PreTrainedModel, every: int = 1) -> PreTrainedModel:
     """Factorize every `every`-th target, at ranks that differ."""
     targets = find_targets(model, BATCH, exclude=["*.left", "*.right"]).targets
     for index, target in enumerate(targets[::every]):
-        result = decompose(weight_of(model.get_submodule(target.name)), ErrorNorm())
-        factorize_target(model, target.name, *result.truncate(1 + index % 5))
+        tiny.factorize_layer(model, target.name, 1 + index % 5)
     return model
 
 
@@ -53,7 +50,7 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 def with_factorized_head() -> PreTrainedModel:
     model = tiny.bert()
-    factorize_target(model, "classifier", *decompose(model.classifier.weight.detach(), ErrorNorm()).truncate(1))
+    tiny.factorize_layer(model, "classifier", 1)
     return model
 
 
@@ -101,7 +98,7 @@ def test_a_model_of_pivots_and_factors_loads_as_it_was_saved(tmp_path):
 def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     model = tiny.causal_llama()
     for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
-        factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(2))
+        tiny.factorize_layer(model, name, 2)
     save(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
