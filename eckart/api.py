@@ -112,7 +112,7 @@ class Report:
             f"{len(self.targets)} targets keep {self.keep:.1%} of their parameters; {len(dense)} of them stay dense"
             + (f", {unshrinkable} because no rank makes them smaller" if unshrinkable else ""),
             f"model: {self.parameters[0]:,} → {self.parameters[1]:,} parameters, "
-            f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates a sample",
+            f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates an example",
             "of these before: " + ", ".join(f"{count:,} in {name}" for name, count in self.census.rows),
         ]
         if self.census.warning:
@@ -206,7 +206,7 @@ def compress(
         model, _first_two(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
     )
     problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
-    macs_before = _macs(model, data[0])
+    macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
         small = copy.deepcopy(model)
@@ -216,7 +216,7 @@ def compress(
             excluded=targets.excluded,
             census=targets.census,
             parameters=(model.num_parameters(), small.num_parameters()),
-            macs=(macs_before, _macs(small, data[0])),
+            macs=(macs_before, macs(small, data[0]) // batch_size(data[0])),
             scores=None,
         )
         return Compressed(small, report)
@@ -255,9 +255,9 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     name = (config.architectures or ["no class"])[0]
     family = getattr(transformers, name, None) or getattr(lstm, name, None)
     if family is None:
-        raise ValueError(f"{folder} was saved as {name}, which transformers has not: load it by its own class")
-    safe = {"use_safetensors": True, "trust_remote_code": False}
-    model: PreTrainedModel = family.from_pretrained(folder, config=config, **{**options, **safe})
+        raise ValueError(f"{folder} was saved as {name}, which transformers does not have: load it with its own class")
+    options |= {"use_safetensors": True, "trust_remote_code": False}
+    model: PreTrainedModel = family.from_pretrained(folder, config=config, **options)
     return model
 
 
@@ -265,19 +265,21 @@ def _calibrate(
     model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
 ) -> SearchProblem:
     """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
-    kinds = _kinds(recipe)
-    objective = _objective(model, batches, recipe, loss)
+    kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
+    objective = _objective(model, batches, recipe, kinds, loss)
     statistics: Statistics = {}
     if kinds:
         groups = passes(targets.targets, None)
         (statistics,) = gather(model, lambda: batches, groups, kinds, objective.loss)
-    _warn(
+    messages = [
         targets.census.warning,
         padding_warning(model, batches),
         few_tokens(targets.targets, statistics, sum(map(batch_size, batches))),
-    )
+    ]
     if kinds & {*OF_GRADIENTS}:
-        _warn(underflow_warning(model, _first_two(batches[0]), targets.targets, objective.loss))
+        messages.append(underflow_warning(model, _first_two(batches[0]), targets.targets, objective.loss))
+    for message in filter(None, messages):
+        warnings.warn(message, stacklevel=3)  # names the line that called `compress`
     return SearchProblem(
         model=model,
         targets=targets.targets,
@@ -287,7 +289,9 @@ def _calibrate(
         weighting=recipe.weighting,
         statistics=statistics,
         train=_refuse_training,
-        calibration=lambda count: _single_samples(batches, count),
+        calibration=lambda count: list(
+            islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
+        ),
     )
 
 
@@ -321,7 +325,7 @@ def _smallest(
             high, best = keep, Compressed(candidate.model, replace(candidate.report, scores=(before, after)))
         elif best is None:
             raise ValueError(
-                f"the score falls by {before - after:.4g} where all parameters are kept, more than {largest_drop}: "
+                f"the score falls by {before - after:.4g}, more than {largest_drop}, even if all parameters are kept: "
                 "raise largest_drop, or score on more examples"
             )
         else:
@@ -334,7 +338,7 @@ def _scored(score: Score, model: PreTrainedModel) -> float:
         given = score(model)
     number = float("nan") if given is None else float(given)
     if not math.isfinite(number):
-        raise ValueError(f"score gave {given!r}: it must give a number for every model")
+        raise ValueError(f"score returned {given!r}: it must return a number for every model")
     return number
 
 
@@ -351,28 +355,22 @@ def _compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
     }
 
 
-def _macs(model: PreTrainedModel, batch: Batch) -> int:
-    return macs(model, batch) // batch_size(batch)
-
-
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model is a {type(model).__name__}: give a model of transformers, as from_pretrained loads it"
+            f"model is a {type(model).__name__}: give a transformers model, as from_pretrained loads it"
             + (", with adapters merged by merge_and_unload()" if hasattr(model, "merge_and_unload") else "")
         )
     if not getattr(model.config, "return_dict", True):
-        raise ValueError(
-            "the config of the model says return_dict=False, so that its outputs have no names: set it to True"
-        )
+        raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
     hf_format.check_base(model)
 
 
 def _check_goal(keep: float | None, largest_drop: float | None, score: Score | None) -> None:
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
-        raise ValueError("give a keep, or a largest_drop and the score that it is measured by")
+        raise ValueError("give a keep, or a largest_drop and the score that measures it")
     if score is not None and not callable(score):
-        raise ValueError(f"score={score!r} is no function: give one that takes a model and gives a number")
+        raise ValueError(f"score={score!r} is no function: give one that takes a model and returns a number")
     for name, number in (("keep", keep), ("largest_drop", largest_drop)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
             raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
@@ -381,16 +379,16 @@ def _check_goal(keep: float | None, largest_drop: float | None, score: Score | N
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     """Return the recipe, looked up if it is a name, after checking that `compress` can run it."""
     if isinstance(recipe, str):
-        known = recipes()
-        if recipe not in known:
-            raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(known)}")
-        recipe = known[recipe]
+        built_in = recipes()
+        if recipe not in built_in:
+            raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(built_in)}")
+        recipe = built_in[recipe]
     try:
         valid = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(complete(recipe))
     except ValidationError as error:
         lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {details['msg']}" for details in error.errors())
         raise ValueError(
-            "the recipe has mistakes; one of your own is best made of another, "
+            "the recipe has mistakes; to make your own, change a built-in one: "
             f'recipes()["kfac"].model_copy(update={{…}}):{lines}'
         ) from error
     for part, mistake in contradictions(valid):
@@ -398,7 +396,7 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     if _trains_first(valid):
         closed_form = [name for name, other in recipes().items() if not _trains_first(other)]
         raise ValueError(
-            "the recipe trains on the task before its factors are final, which takes the pipeline "
+            "the recipe trains on the task before its factors are final, which only the pipeline can do "
             f"(`eckart run`): take one of {', '.join(closed_form)}"
         )
     return valid
@@ -417,13 +415,11 @@ def _first_two(batch: Batch) -> Batch:
     return {name: values[:2] for name, values in batch.items()}
 
 
-def _kinds(recipe: Recipe) -> set[StatisticKind]:
-    return cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
-
-
-def _objective(model: PreTrainedModel, batches: Sequence[Batch], recipe: Recipe, loss: Loss | None) -> Objective:
+def _objective(
+    model: PreTrainedModel, batches: Sequence[Batch], recipe: Recipe, kinds: set[StatisticKind], loss: Loss | None
+) -> Objective:
     """Return an objective with the given loss, or with the model's own loss if the recipe needs one."""
-    if loss is None and _kinds(recipe) - {"inputs"}:
+    if loss is None and kinds - {"inputs"}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
@@ -437,15 +433,5 @@ def _run_without_loss(model: Any, batch: Batch) -> Tensor:
     return torch.zeros(())
 
 
-def _warn(*messages: str | None) -> None:
-    for message in filter(None, messages):
-        warnings.warn(message, stacklevel=4)  # names the line that called `compress`
-
-
 def _refuse_training(*_: Any, **__: Any) -> None:
     raise AssertionError("a recipe that trains was refused")
-
-
-def _single_samples(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return the first `count` examples, each as a batch of its own."""
-    return list(islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count))

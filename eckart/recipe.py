@@ -118,11 +118,9 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]) -> Any:
     if not isinstance(own, Mapping):
         return own
-    stated = merge(_expanded_parts(built_in), _expanded_parts(own))
-    recipe = merge(
-        Recipe().model_dump(mode="json"), {name: parts for name, parts in stated.items() if name != "recovery"}
-    )
-    recipe["recovery"] = _with_common(stated.get("recovery", {}), recovery)
+    stated = merge(_expanded("", built_in), _expanded("", own))
+    own_recovery = stated.pop("recovery", {})
+    recipe = merge(Recipe().model_dump(mode="json"), stated) | {"recovery": _with_common(own_recovery, recovery)}
     try:
         return Recipe.model_validate_json(json.dumps(recipe, default=repr), strict=True).model_dump(mode="json")
     except ValidationError:
@@ -130,12 +128,7 @@ def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]
 
 
 def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
-    """Return a recipe's recovery with the settings of `common` added, if its kind has them and it does not state them.
-
-    Args:
-        stated: the recovery settings that the recipe states.
-        common: settings for all recipes.
-    """
+    """Return the recovery that a recipe states, with the `common` settings added that its kind has."""
     if not isinstance(stated, Mapping):
         return stated
     kind = stated.get("kind", common.get("kind", "finetune"))
@@ -143,15 +136,11 @@ def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
     return merge({**{name: value for name, value in common.items() if name in fields}, "kind": kind}, stated)
 
 
-def _expanded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _expanded(name, value) for name, value in parts.items()}
-
-
 def _expanded(name: str, value: Any) -> Any:
     """Replace a bare word by `{"kind": word}` in a part, and in all parts inside it."""
     if isinstance(value, str) and name in PARTS:
         return {"kind": value}
-    return _expanded_parts(value) if isinstance(value, Mapping) else value
+    return {key: _expanded(key, part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
@@ -159,21 +148,17 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
-        yield from _source_contradictions(recipe)
+        for part in (recipe.weighting, recipe.ranks):
+            if part.statistics:
+                yield "source", f"is base, but {part.kind} reads statistics of the teacher; write teacher"
+        if recipe.ranks.asks_frozen and recipe.shaping is None:
+            yield (
+                "source",
+                f"is base, but {recipe.ranks.kind} reads the loss of a model that has learned the task; write teacher, "
+                "or add a shaping",
+            )
     if recipe.sequential is not None:
         yield from _order_contradictions(recipe)
-
-
-def _source_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    for part in (recipe.weighting, recipe.ranks):
-        if part.statistics:
-            yield "source", f"is base, but {part.kind} reads statistics, which are the teacher's; write teacher"
-    if recipe.ranks.asks_frozen and recipe.shaping is None:
-        yield (
-            "source",
-            f"is base, whose loss {recipe.ranks.kind} would ask before it has learned the task; write teacher, or add "
-            "a shaping",
-        )
 
 
 def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
@@ -182,16 +167,13 @@ def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
         fitting = [weighting.kind for weighting in weightings if "inputs" in weighting.statistics]
         yield (
             "sequential",
-            f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or one of "
+            f"needs a weighting by inputs, which {recipe.weighting.kind} is not; write null, or take one of "
             f"the weightings {', '.join(fitting)}",
         )
     if recipe.ranks.leaves_low_rank:
-        yield (
-            "sequential",
-            f"{recipe.ranks.kind} leaves weights of low rank, which statistics cannot change; write null",
-        )
+        yield "sequential", f"has no effect, because {recipe.ranks.kind} already leaves low-rank weights; write null"
     if recipe.residual is not None:
-        yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
+        yield "sequential", "has no effect, because factors and residual add up to the weight; write null"
 
 
 def captions() -> dict[str, str]:

@@ -59,9 +59,9 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             outputs = model(**examples[0])
         if outputs.get("loss") is None:
             raise ValueError(
-                f"{need} needs the loss, and {name} returns none: add labels to each batch; load the model by its "
-                "class for a task, with a head, such as AutoModelForSequenceClassification; give loss=; or use the "
-                "recipe drone, which only reads inputs"
+                f"{need} needs the loss, but {name} returns none: add labels to each batch; load the model with the "
+                "head of its task, as AutoModelForSequenceClassification does; give loss=; or use the recipe drone, "
+                "which only reads inputs"
             )
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples)
@@ -74,7 +74,7 @@ def _check_labels(data: Sequence[Batch]) -> None:
     labels = {number: batch["labels"] for number, batch in enumerate(data) if "labels" in batch}
     classes = {number: values for number, values in labels.items() if not values.is_floating_point()}
     if classes and all(bool((values == IGNORED).all()) for values in classes.values()):
-        raise ValueError(f"every label of every batch is {IGNORED}, so none counts: give labels of some")
+        raise ValueError(f"every label of every batch is {IGNORED}, so none counts: give other labels")
     for number, values in classes.items():
         if values.dim() == 1 and bool((values == IGNORED).any()):
             raise ValueError(
@@ -83,10 +83,7 @@ def _check_labels(data: Sequence[Batch]) -> None:
 
 
 def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
-    """Return some examples of the batch in which the numbers of tokens and labels differ most between examples.
-
-    Examples without a label that counts are left out, because they have no loss.
-    """
+    """Return some examples of the batch whose examples differ most in length; without those that have no label."""
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
 
     def unevenness(counted: tuple[Batch, Tensor, Tensor]) -> tuple[int, float, int]:
@@ -95,18 +92,13 @@ def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[
 
     batch, counts, labelled = max(((batch, *_counts(batch, ignored)) for batch in data), key=unevenness)
     if not labelled.any():
-        raise ValueError("no label of any batch counts: give labels of some")
+        raise ValueError("no label of any batch counts: give labels that the loss does not ignore")
     places = [int(place) for place in counts.argsort(stable=True) if labelled[place]]
     return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_EXAMPLES]
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
-    """Count the entries that are not masked in each example, and find which examples have a label.
-
-    Returns:
-        The number of real tokens, labels that count and true entries of each example `(batch,)`, and whether the
-        example has a label that counts `(batch,)`.
-    """
+    """Return the number of tokens and labels that count, and whether any label counts, of each example `(batch,)`."""
     counts, labelled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
     masks = masks_of(batch)
     for name, values in batch.items():
@@ -122,8 +114,7 @@ def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
     """Enable gradients by all parameters inside the context, even if the model is frozen."""
-    frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    frozen = [parameter for parameter in frozen if not parameter.requires_grad]
+    frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -207,8 +198,8 @@ def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
     tensors = {name: value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor)}
     floats = {name: value for name, value in tensors.items() if value.is_floating_point() and value.requires_grad}
     logits = {name: value for name, value in floats.items() if "logits" in name} or floats
-    vectors = [values for values in model.parameters() if values.dim() == 1 and values.requires_grad]
-    vectors = [values for values in vectors if not values.is_meta]
+    parameters = [values for values in model.parameters() if values.requires_grad and not values.is_meta]
+    vectors = [values for values in parameters if values.dim() == 1]
 
     def gradient_by_vectors(value: Tensor) -> Tensor:
         gradients = _gradients(value, vectors)

@@ -153,16 +153,13 @@ def drawn_loss(predictions: Predictions, seed: int) -> Loss:
         logits = predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1))
         logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         ids, mask = batch["input_ids"].cpu(), batch["attention_mask"].cpu() != 0
-        seeds = [zlib.crc32(tokens[real].numpy().tobytes(), seed) for tokens, real in zip(ids, mask, strict=True)]
-        drawn = torch.stack(list(map(_draw, logs.detach().exp().cpu(), seeds)))
-        return -logs.gather(-1, drawn.to(logs.device)).mean(1).sum()
+        drawn = []
+        for tokens, real, probabilities in zip(ids, mask, logs.detach().exp().cpu(), strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(tokens[real].numpy().tobytes(), seed))
+            drawn.append(probabilities.multinomial(1, generator=generator))
+        return -logs.gather(-1, torch.stack(drawn).to(logs.device)).mean(1).sum()
 
     return loss
-
-
-def _draw(probabilities: Tensor, seed: int) -> Tensor:
-    """Draw a class for each prediction: `(predictions, classes)` → `(predictions, 1)`."""
-    return probabilities.multinomial(1, generator=torch.Generator().manual_seed(seed))
 
 
 def token_loss(model: Model, batch: Batch) -> Tensor:

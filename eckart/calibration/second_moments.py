@@ -29,31 +29,21 @@ def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]
     """
     tokens, columns, rows = x.shape[1], x.shape[2], delta.shape[2]
     if set(kinds) == {"fisher"} and 2 * tokens * (rows + columns) <= rows * columns:
-        return {"fisher": _fisher_of_few_tokens(x, delta)}
-    squares, sums = _squared_gradients(x, delta), {}
+        # without G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis
+        by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
+        by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
+        return {"fisher": (by_input.clamp(min=0), by_output.clamp(min=0))}  # below 0 only by rounding
+    squares, sums = x.new_zeros(rows, columns), {}
+    for block in _row_blocks(squares, _STRIP):
+        for inputs, gradients in zip(x, delta, strict=True):
+            gradient = gradients[:, block].T @ inputs
+            squares[block].addcmul_(gradient, gradient)
     if "fisher" in kinds:
         sums["fisher"] = squares.sum(0), squares.sum(1)
     if "taylor" in kinds:
         squares.mul_(weight.to(x.dtype).square())  # W² is the same for all examples
         sums["taylor"] = squares.sum(0), squares.sum(1)
     return sums
-
-
-def _fisher_of_few_tokens(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums for fisher without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis."""
-    by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
-    by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
-    return by_input.clamp(min=0), by_output.clamp(min=0)  # below 0 only by rounding
-
-
-def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
-    """Return Σ_n G_n ⊙ G_n `(out, in)`, forming the gradient of one example at a time."""
-    squares = x.new_zeros(delta.shape[2], x.shape[2])
-    for rows in _row_blocks(squares, _STRIP):
-        for inputs, gradients in zip(x, delta, strict=True):
-            gradient = gradients[:, rows].T @ inputs
-            squares[rows].addcmul_(gradient, gradient)
-    return squares
 
 
 def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:

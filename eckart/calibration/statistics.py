@@ -21,6 +21,7 @@ the original model and X̂_n in the partly factorized model. Error compensation
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ Each line shows a kind with its keys, shapes and meaning::
 """
 
 NO_GRADIENT = (
-    "the loss has a gradient of zero for every target, so the calibration data do not say what matters: check "
-    "that some labels count and that the loss depends on the targets"
+    "the loss has a gradient of zero for every target, so there is nothing to weigh errors by: check that some labels "
+    "count and that the loss depends on the targets"
 )
 
 
@@ -97,7 +98,8 @@ def collect(
         for batch in batches:
             collector.start(batch)
             if not needs_gradients:
-                _run_forward(model, batch, loss, stop)
+                with torch.no_grad(), stop or nullcontext():
+                    loss(model, batch)
                 continue
             with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
                 losses = loss(model, batch).reshape(-1).unbind()
@@ -110,24 +112,12 @@ def collect(
     return collector.finish()
 
 
-@torch.no_grad()
-def _run_forward(model: PreTrainedModel, batch: Batch, loss: Loss, stop: _EarlyStop | None) -> None:
-    """Run a forward without gradients, up to the target at which `stop` ends it; None: to its end."""
-    with stop or nullcontext():
-        try:
-            loss(model, batch)
-        except _Stopped:
-            return
-    if stop:
-        stop.after_whole_forward()
-
-
 class _Stopped(Exception):
     """Raised to end a forward early, once all hooked modules have run."""
 
 
 class _EarlyStop:
-    """Ends forwards before the target `then`, once a whole forward has shown that all `modules` run before `then`."""
+    """Context that ends forwards before the target `then`, after a whole one has shown that all `modules` run first."""
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:
         self.modules = tuple(modules)
@@ -140,9 +130,13 @@ class _EarlyStop:
         self.hooks = [module.register_forward_pre_hook(self._before_module) for module in self.modules]
         self.hooks.append(self.last.register_forward_pre_hook(self._before_last))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> bool:
         for hook in self.hooks:
             hook.remove()
+        if error is None:
+            self.armed = self.passed_last and not self.runs_later
+            self.passed_last = False
+        return error is _Stopped
 
     def _before_module(self, *_: object) -> None:
         self.runs_later |= self.passed_last
@@ -151,10 +145,6 @@ class _EarlyStop:
         if self.armed:
             raise _Stopped
         self.passed_last = True
-
-    def after_whole_forward(self) -> None:
-        self.armed = self.passed_last and not self.runs_later
-        self.passed_last = False
 
 
 @contextmanager
@@ -286,12 +276,7 @@ class Collector:
             self._add(kind, f"{target.name}.output", by_output)
 
     def _token_mask(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
-        """Return the padding mask of a call, 0 at padding tokens `(batch, tokens)`; None if there is no padding.
-
-        Args:
-            shape: shape of the call's input without its features.
-            call: number of the call in this batch.
-        """
+        """Return the padding mask `(batch, tokens)` of a call, or None without padding; `shape` is without features."""
         size, masks = batch_size(self.batch), masks_of(self.batch)
         mask = self.batch.get(target.mask) if target.mask and masks else None
         if target.mask and masks and target.mask not in masks:
@@ -310,18 +295,16 @@ class Collector:
             mask = mask[:, call : call + 1]
         if mask.shape != (size, tokens):
             raise ValueError(
-                f"{target.name}: {tokens} tokens per example, but {target.mask} has {mask.shape[1]}, so padding cannot "
-                "be told from data: exclude this target, or pad batches as the model pads them itself"
+                f"{target.name}: {tokens} tokens per example, but {target.mask} has {mask.shape[1]}, so it does not "
+                "show the padding: exclude this target, or pad batches as the model itself pads them"
             )
         return None if bool(mask.all()) else mask
 
     def _check_tokens(self, target: Target, tokens: int, flat: bool) -> None:
         """Check that a target without a mask has the same number of tokens per example in all batches.
 
-        Only batches with masks are checked, or all batches if the target's inputs are `flat`.
-
-        Args:
-            flat: whether the tokens of all examples are in one dimension, such as the inputs of a router's expert.
+        Only batches with masks are checked, or all batches if the target's inputs are `flat`: the tokens of all
+        examples are in one dimension, as for a router's expert.
         """
         checked = masks_of(self.batch) or flat
         if checked and self.tokens_per_example.setdefault(target.name, tokens) != tokens:
@@ -355,7 +338,7 @@ class Collector:
             ValueError: there was no example, a statistic is not finite, or a target saw no token.
         """
         if not self.examples:
-            raise ValueError("there is no calibration example: raise data.sizes.calibration")
+            raise ValueError("there are no calibration examples: raise data.sizes.calibration")
         self._fill_missing()
         for kind, sums in self.sums.items():
             for key, value in sums.items():
@@ -365,7 +348,7 @@ class Collector:
                 if not torch.isfinite(edges).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
                 if kind == "tokens" and not value:
-                    raise ValueError(f"{key} sees no token: the mask of the calibration data is 0 everywhere")
+                    raise ValueError(f"{key} reads no token: the mask of the calibration data is 0 everywhere")
         return self.sums
 
     def _fill_missing(self) -> None:
@@ -417,20 +400,13 @@ def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
     by_layer: dict[str, list[Target]] = {}
     last_numbered = ""
     for target in targets:
-        layer = _layer(target.name)
-        last_numbered = layer or last_numbered
-        by_layer.setdefault(layer or f"after {last_numbered}", []).append(target)
+        numbered = re.match(r"(.*?\.)?\d+(?![^.])", target.name)  # the name up to its first number
+        last_numbered = numbered[0] if numbered else last_numbered
+        by_layer.setdefault(last_numbered if numbered else f"after {last_numbered}", []).append(target)
     layers, step = list(by_layer.values()), layers_at_once
     groups = [list(chain.from_iterable(layers[start : start + step])) for start in range(0, len(layers), step)]
     following = [group[0] for group in groups[1:]]
     return [Pass(tuple(group), then) for group, then in zip(groups, [*following, None], strict=True)]
-
-
-def _layer(name: str) -> str:
-    """Return `name` up to and including its first number; an empty string if it has no number."""
-    parts = name.split(".")
-    number = next((position for position, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from eckart.model.layers import LowRankLayer
 from eckart.model.probing import is_linear
 
-_CONVOLUTIONS = nn.modules.conv._ConvNd
-_FACTORIZED = "is factorized already"
-
 
 class Census(BaseModel):
     """Numbers of parameters of a whole model by kind; a shared parameter is counted once.
@@ -104,7 +101,7 @@ def other_matrices(model: nn.Module) -> dict[str, str]:
     for name, owner, parameter in _parameters(model):
         layer = name.rpartition(".")[0]
         if isinstance(owner, LowRankLayer):
-            matrices[layer] = _FACTORIZED
+            matrices[layer] = "is factorized already"
         elif is_linear(owner) or _is_embedding(owner):
             continue
         elif _are_experts(name, owner, parameter):
@@ -134,14 +131,11 @@ def _are_experts(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether `parameter` looks like a weight matrix or a stack of matrices.
-
-    Kernels of convolutions do not count, even if a parametrization such as weight norm stores them.
-    """
+    """Whether `parameter` looks like a weight matrix or a stack of them, and is no convolution's kernel."""
     is_stack = parameter.dim() == 3
     is_weight = parameter.dim() == 2 and name.endswith("weight")
     if not (is_weight or is_stack) or min(parameter.shape) < 2:
         return False
     parts = name.split(".")[:-1]
     owners = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
-    return not any(isinstance(owner, _CONVOLUTIONS) for owner in owners)
+    return not any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners)

@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +130,15 @@ class EckartQuantizer(HfQuantizer):
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Return the name in `model` of a layer of the saved model, or None if the layer belongs to a head left out.
+    """Return the name in `model` of the saved model's layer `name`, or None if the layer belongs to a head left out.
 
     The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
-
-    Args:
-        name: name of the layer in the saved model.
-        names: names of all modules of `model`.
     """
     prefix = f"{model.base_model_prefix}."
-    here = next(
-        (candidate for candidate in (name, name.removeprefix(prefix), prefix + name) if candidate in names), None
-    )
-    return name if here is None and model.base_model is not model else here
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        if candidate in names:
+            return candidate
+    return name if model.base_model is not model else None
 
 
 def describe(model: PreTrainedModel) -> None:
@@ -235,7 +231,10 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: the model cannot be saved or loaded, or the loaded model's outputs differ.
     """
-    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_progress_bars():
+    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, ExitStack() as at_exit:
+        if is_progress_bar_enabled():
+            disable_progress_bar()
+            at_exit.callback(enable_progress_bar)
         try:
             save(model, Path(folder))
             loaded: Any = type(model).from_pretrained(
@@ -244,8 +243,8 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
             loaded.to(model.device)
         except Exception as error:  # the type of the error depends on the model family
             raise ValueError(
-                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. With check=False you get it "
-                "nevertheless"
+                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. To get it anyway, give "
+                "check=False"
             ) from error
     with eval_mode(model), eval_mode(loaded):
         pairs = zip(_outputs(model, batch), _outputs(loaded, batch), strict=True)
@@ -253,7 +252,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     if not change <= _ROUNDING[model.dtype in (torch.float32, torch.float64)]:
         raise ValueError(
             f"the outputs of a compressed {type(model).__name__} change by {change:.1%} when it is saved and loaded: "
-            "its state_dict does not hold all that it computes with. With check=False you get it nevertheless"
+            "its state_dict does not hold all that it computes with. To get it anyway, give check=False"
         )
 
 
@@ -269,18 +268,6 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
         outputs = model(**batch)
     values = [value for name, value in outputs.items() if name != "loss"]
     return [value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers inside the context."""
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
 
 
 def forget_needed(config: PreTrainedConfig) -> None:

@@ -247,9 +247,7 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
-    """Return an uninitialized low-rank layer with the shape, dtype and device of a Linear, Conv1D or Embedding.
-
-    The layer has a bias if `module` has one.
+    """Return an uninitialized low-rank layer with the shape, dtype, device and bias of a Linear, Conv1D or Embedding.
 
     Args:
         rows: number of rows of the residual.
@@ -276,10 +274,7 @@ def _reads_ids(module: nn.Module) -> bool:
 
 
 def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
-    """Return an uninitialized HeadRows with the shape, dtype and device of a Linear or Conv1D.
-
-    The layer has a bias if `module` has one.
-    """
+    """Return an uninitialized HeadRows with the shape, dtype, device and bias of a Linear or Conv1D."""
     return _like(module, HeadRows, heads=heads, rank=rank)
 
 
@@ -358,9 +353,16 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
     layer = model.get_submodule(name)
     if not isinstance(layer, LowRankLayer):
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
-    with torch.device("meta"):  # draws no random weights
-        module = _dense(layer)
     weight, bias = layer.dense(), layer.dense_bias
+    out_features, in_features = layer.shape
+    module: nn.Module
+    with torch.device("meta"):  # draws no random weights
+        if _reads_ids(layer):
+            module = nn.Embedding(in_features, out_features)
+        elif layer.transposed:
+            module = Conv1D(out_features, in_features)
+        else:
+            module = nn.Linear(in_features, out_features, bias=bias is not None)
     module = module.to_empty(device=weight.device).to(weight.dtype).train(layer.training)
     set_weight(module, weight)
     if bias is not None:
@@ -388,15 +390,6 @@ def _set_tied(model: PreTrainedModel, tied: bool) -> None:
     """Set `tie_word_embeddings` in the model's config, and in its text config if there is one."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.tie_word_embeddings = tied
-
-
-def _dense(layer: LowRankLayer) -> nn.Module:
-    out_features, in_features = layer.shape
-    if _reads_ids(layer):
-        return nn.Embedding(in_features, out_features)
-    if layer.transposed:
-        return Conv1D(out_features, in_features)
-    return nn.Linear(in_features, out_features, bias=layer.bias is not None)
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:

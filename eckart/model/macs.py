@@ -25,12 +25,7 @@ def macs(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _grouped_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Return the operations of a grouped product: each token is multiplied with the matrix of one expert.
-
-    Args:
-        rows: shape of the inputs, `(tokens, in)`.
-        weights: shape of the experts' weights, `(experts, in, out)`.
-    """
+    """Count operations if each token of `rows` `(tokens, in)` meets one matrix of `weights` `(experts, in, out)`."""
     return 2 * int(torch.Size(rows).numel()) * int(weights[-1])
 
 

@@ -28,7 +28,7 @@ _NO_PADDING = "global_attention_mask"
 _NOT_TEXT = ("pixel", "visual", "image")
 """Beginnings of the names of batch entries that do not hold tokens of a text."""
 
-NEVER_RAN = "its forward ran 0 times for one batch"
+NEVER_RAN = "its forward did not run for the batch"
 
 
 def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
@@ -116,11 +116,7 @@ class Probe:
                 handle.remove()
 
     def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
-        """Run the model on a second batch and compare each layer's inputs with those for the probe's batch.
-
-        Args:
-            same: function that compares two inputs, first the one for the second batch.
-        """
+        """Run the model on a second batch and compare, by `same`, each layer's inputs with those for the first."""
         reads: dict[str, _Reads] = {}
 
         def visit(name: str, x: Tensor) -> None:
@@ -169,7 +165,7 @@ class Probe:
         if not self._counts.get(name):
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
-            return "it reads a nested tensor, which no mask of the batch describes"
+            return "it reads a nested tensor, to which no mask of the batch fits"
         return self._not_linear.get(name)
 
     def mixes_examples(self, name: str) -> str | None:
@@ -185,11 +181,9 @@ class Probe:
             return "its inputs are chosen by a router"
         relations = [self._relation(name, mask) for mask in self._masks]
         one_mask = relations.count("tokens") == 1 and set(relations) <= {"tokens", "as many", "none"}
-        return None if one_mask or set(relations) <= {"none"} else self._unattributed(name)
-
-    def _unattributed(self, name: str) -> str:
-        fixed = [mask for mask, others in self._others.items() if not others]
-        if fixed:
+        if one_mask or set(relations) <= {"none"}:
+            return None
+        if fixed := [mask for mask, others in self._others.items() if not others]:
             return f"the model takes no other number of tokens, so none of its inputs can be matched to {fixed[0]}"
         return f"its inputs are not the tokens of {' or '.join(self._masks)}"
 
@@ -245,14 +239,11 @@ def _is_beginning(first: Tensor, x: Tensor) -> bool:
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
-    """Yield groups of (number of added tokens, batch with another number of tokens, without labels) for the probe.
+    """Yield groups of (number of added tokens, batch in which the entries of `mask` have so many tokens more).
 
     Of each group, only the first batch that the model accepts is needed. Shorter batches come first, because a model
     may accept no longer ones. The batch without the first token comes before the batch without the last token, because
     a model may need a special token at the end.
-
-    Args:
-        mask: name of the mask; only its tokens, and entries that belong to it, are added or left out.
     """
     tokens = batch[mask].shape[-1]
     places, longer = torch.arange(tokens), torch.tensor([0, *range(tokens)])

@@ -191,11 +191,7 @@ def find_targets(
 def _described(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
 ) -> list[Target]:
-    """Return `layers` as targets, in the same order.
-
-    Args:
-        mixed: names of layers with input vectors that belong to no example, so that there are no statistics.
-    """
+    """Return `layers` as targets, in the same order; the layers in `mixed` have no statistics."""
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
     for name, module in layers.items():
@@ -228,22 +224,18 @@ def _grouped(excluded: Mapping[str, str]) -> str:
 
 
 def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Check that masks in the batch show which tokens are padding, also the tokens of a decoder.
-
-    Raises:
-        ValueError: they do not; the message says what to add.
-    """
+    """Check that masks in the batch show which tokens are padding, also the tokens of a decoder."""
     if PICTURES in batch and not bool(batch[PICTURES].all()):
         raise ValueError(
-            f"{PICTURES} hides parts of pictures, and no layer's inputs can be matched to pixels: give pictures of one "
-            "size"
+            f"{PICTURES} hides parts of pictures, but no layer's inputs can be matched to pixels: give pictures of the "
+            "same size"
         )
     for name in (ATTENTION, f"decoder_{ATTENTION}"):
         mask, ids = batch.get(name), batch.get("input_ids")
         if mask is not None and mask.dim() != 2 and (ids is None or mask.shape != ids.shape):
             raise ValueError(
-                f"{name} is {tuple(mask.shape)}, from which padding cannot be told: give it as (batch, tokens), 0 "
-                "where a token is padding"
+                f"{name} is {tuple(mask.shape)}, which does not show the padding: give it as (batch, tokens), 0 where "
+                "a token is padding"
             )
     labels = batch.get("labels")
     labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
@@ -253,8 +245,8 @@ def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             if name not in batch:
                 raise ValueError(
-                    f"the batch has no {name}, so a decoder's padding cannot be told from data: add decoder_input_ids "
-                    "(the labels, shifted to the right) and decoder_attention_mask (0 where these are padding)"
+                    f"the batch has no {name}, so the decoder's padding is unknown: add decoder_input_ids (the labels, "
+                    "shifted to the right) and decoder_attention_mask (0 where these are padding)"
                 )
 
 
@@ -262,11 +254,7 @@ def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
-    """Return the names of the embedding and of the head that shares its weight.
-
-    Raises:
-        ValueError: there is no such pair, or other modules share the weight, too.
-    """
+    """Return the names of the embedding and of the head that shares its weight, with no other module."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
     if all(names) and is_embedding(ends[0]) and is_linear(ends[1]):
@@ -274,22 +262,19 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
         if sorted(owners) == sorted(names):
             return names[0], names[1]
     raise ValueError(
-        "the model has no plain embedding that shares its weight with a plain head and with nothing else: leave out "
-        "tied (targets.tied of params.yaml)"
+        "the model has no embedding that shares its weight with a linear head and with nothing else: leave out tied "
+        "(targets.tied in params.yaml)"
     )
 
 
 def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
-    """Return `targets` with an embedding and its head joined into one target.
+    """Return `targets` with the embedding and the head of `pair`, if not empty, joined into one target.
 
     If only one of the two is a target, it is left out, and the reason is added to `reasons`.
-
-    Args:
-        pair: names of the embedding and of the head; empty if none are to be joined.
     """
     both = {target.name: target for target in targets if target.name in pair}
     if len(both) < len(pair):
-        reasons |= {name: f"shares its weight with what is no target, of {' and '.join(pair)}" for name in both}
+        reasons |= {name: f"shares its weight with a layer that is no target, of {' and '.join(pair)}" for name in both}
         return [target for target in targets if target.name not in both]
     if not both:
         return targets
@@ -309,11 +294,7 @@ def _static_reasons(
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Return the reasons against layers that can be seen without a forward, in their names, hooks and weights.
-
-    Args:
-        pair: names of an embedding and of a head that may share their weight.
-    """
+    """Return the reasons against layers that need no forward; the layers of `pair` may share their weight."""
     owners = _weight_owners(model)
     reasons = {
         name: _unwanted(name, include, exclude)
@@ -347,7 +328,7 @@ def _patched(module: nn.Module) -> str | None:
     """
     changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     hooked = changed or module._forward_hooks or module._forward_pre_hooks
-    return "a hook or a forward of its own may change what it computes" if hooked else None
+    return "a hook or a patched forward may change what it computes" if hooked else None
 
 
 def _tied(name: str, owners: Sequence[str] | None) -> str | None:
@@ -400,10 +381,7 @@ class _StandIn(nn.Module):
 def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
     """Find the layers that cannot be replaced, because the model uses more than their forward: name → reason.
 
-    Reading the weight's dtype or device (T5) does not count as use.
-
-    Args:
-        calls: name of a layer → how often its forward runs for `batch`.
+    Reading the weight's dtype or device (T5) does not count as use. `calls` says how often a layer runs for `batch`.
     """
     expected = _has_nan(model(**batch))
     failed, readers = _try_replacing(model, batch, calls, expected)
@@ -417,10 +395,7 @@ def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[
 def _try_replacing(
     model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
-    """Run the model with stand-ins for the layers in `calls`.
-
-    Args:
-        expected: whether each of the original model's outputs has a nan.
+    """Run the model with stand-ins for the layers in `calls`; `expected` says which outputs have a nan without them.
 
     Returns:
         The problem, or None if all layers can be replaced; and the layers to test one by one, because their weight was
@@ -439,7 +414,7 @@ def _try_replacing(
             model.set_submodule(name, module)
     bypassed = [name for name, stand_in in stand_ins.items() if stand_in.calls != calls[name]]
     if bypassed:
-        return "is called by another reference than its name", bypassed
+        return "is not called through its name in the model", bypassed
     readers = [name for name, stand_in in stand_ins.items() if stand_in.weight_was_read]
     return (None if has_nan == expected else "its weight is used outside its forward"), readers
 

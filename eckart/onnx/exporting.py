@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.calibration.losses import Batch
-from eckart.onnx.int8 import quantize
 from eckart.onnx.running import (
     KEPT,
     OUTPUTS,
@@ -99,13 +97,13 @@ def export(
     """
     if model.config.is_encoder_decoder and model.can_generate():
         raise ExportError(
-            f"a {type(model).__name__} writes with an encoder, a decoder and its cache, which are more than one graph: "
+            f"a {type(model).__name__} generates with an encoder, a decoder and a cache, which need several graphs: "
             "load it here and give it to optimum.exporters.onnx.onnx_export_from_model"
         )
     if missing := [name for name in _PACKAGES if not find_spec(name)]:
         raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")
     if model.dtype != torch.float32:
-        raise ExportError(f"the model is in {model.dtype}, which few runtimes know: load it with dtype=torch.float32")
+        raise ExportError(f"the model is in {model.dtype}: load it with dtype=torch.float32")
     file = Path(file)
     model.eval()
     texts = list(_random_texts(model, tokenizer))
@@ -117,6 +115,8 @@ def export(
         compared = [*texts, *batches]
         rows, difference = _compare(model, written, sample, compared)
         if int8:
+            from eckart.onnx.int8 import quantize  # needs the extra
+
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
             quantize(exact, written, list(calibration) or texts)
@@ -193,10 +193,12 @@ def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     """Write the graph that `model` runs for `sample`, and return the number of floating-point numbers in it."""
+    from eckart.onnx import graph_edits  # needs the extra
+
     with torch.no_grad():
         outputs = list(_outputs(model, sample))
     if not outputs:
-        raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
+        raise ExportError(f"a {type(model).__name__} returns no logits: load it with the head of a task")
     with quiet(), _eager_attention(model) as eager, torch.no_grad():  # tracing is slower with gradients
         try:
             program = torch.onnx.export(
@@ -213,13 +215,13 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         except torch.onnx.errors.OnnxExporterError as error:
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ExportError(
-                f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
+                f"torch cannot export a {type(model).__name__}, so only torch itself can run it: {reason}"
             ) from error
     assert program
-    _store_tables_by_rows(program.model.graph)
-    _strip(program.model)
+    graph_edits.store_tables_by_rows(program.model.graph)
+    graph_edits.strip(program.model)
     if _has_cache(sample):
-        _add_kept_logits(program.model)
+        graph_edits.add_kept_logits(program.model)
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
@@ -227,69 +229,6 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
 
 def _has_cache(inputs: Batch) -> bool:
     return any(name.startswith(PAST) for name in inputs)
-
-
-def _add_kept_logits(model: Any) -> None:
-    """Add the optional input KEPT, the number of last tokens to compute logits for; 0: all.
-
-    The head is half of the work of a small language model on a prompt, but generation needs only the logits of the last
-    token. If the logits of a graph are a sum of products, the graph stays unchanged.
-    """
-    import onnx_ir as ir
-
-    (logits,) = (value for value in model.graph.outputs if value.name == "logits")
-    product = logits.producer()
-    while product.op_type != "MatMul":  # skip nodes that bound or scale the logits
-        makers = [value.producer() for value in product.inputs if value is not None]
-        computed = [maker for maker in makers if maker is not None and maker.op_type != "Constant"]
-        if len(computed) != 1:
-            return
-        (product,) = computed
-    count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
-    # an initializer is the default value of an input
-    count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)
-    one, end = (
-        ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor([number], name=f"{KEPT}.{name}"))
-        for name, number in (("one", 1), ("end", torch.iinfo(torch.int64).max))
-    )
-    negative = ir.node("Neg", [count])
-    start = ir.node("Reshape", [negative.outputs[0], one])
-    last = ir.node("Slice", [product.inputs[0], start.outputs[0], end, one])
-    model.graph.insert_before(product, [negative, start, last])
-    product.replace_input_with(0, last.outputs[0])
-    model.graph.inputs.append(count)
-    for value in (count, one, end):
-        model.graph.register_initializer(value)
-    rows, _, classes = logits.shape
-    logits.shape = ir.Shape([rows, "kept", classes])
-
-
-def _store_tables_by_rows(graph: Any) -> None:
-    """Store the table of each embedding by rows, so that a lookup needs no transposed copy of it.
-
-    Such a table was stored transposed, for a product with the same weight. That product transposes it back now.
-    """
-    import onnx_ir as ir
-
-    for value in list(graph.initializers.values()):
-        transposes = [node for node in value.consumers() if node.op_type == "Transpose"]
-        lookups = [use for node in transposes for use in node.outputs[0].uses()]
-        others = [(user, place) for user, place in value.uses() if user not in transposes]
-        if not lookups or any(user.op_type != "Gather" or place for user, place in lookups):
-            continue
-        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in transposes):
-            continue
-        rows = value.const_value.numpy().T.copy()
-        table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
-        graph.register_initializer(table)
-        for node in transposes:
-            node.outputs[0].replace_all_uses_with(table)
-            graph.remove(node, safe=True)
-        for user, place in others:
-            back = ir.node("Transpose", [table], {"perm": [1, 0]})
-            graph.insert_before(user, back)
-            user.replace_input_with(place, back.outputs[0])
-        del graph.initializers[value.name]
 
 
 def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
@@ -347,32 +286,14 @@ def _grouped_attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _strip(model: Any) -> None:
-    """Remove the exporter's stack traces: they contain paths of this machine and are larger than the graph.
-
-    Also remove all shapes except those of inputs and outputs. onnx infers them, and a tool that transposes a weight
-    would otherwise refuse the file because the noted shape is wrong.
-    """
-    nodes = list(model.graph.all_nodes())
-    values = [value for node in nodes for value in node.outputs]
-    for value in (*values, *model.graph.initializers.values()):
-        if not value.is_graph_output():
-            value.shape = value.type = None
-    for part in (model, model.graph, *nodes, *values, *model.graph.inputs, *model.graph.initializers.values()):
-        part.metadata_props.clear()
-
-
 def _compare(
     model: PreTrainedModel, file: Path, sample: Batch, batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
     """Compare the outputs of `file` with torch's. Return the number of examples and the largest difference of logits.
 
-    Args:
-        same: whether to raise an error if the outputs differ.
-
     Raises:
-        ExportError: onnxruntime cannot run the file, its logits are not finite, or they differ although they should
-            not.
+        ExportError: onnxruntime cannot run the file, its logits are not finite, or, if they should be the `same`, they
+            differ by more than the tolerance and twice torch's own rounding, or predict other classes.
     """
     names = [name for name in sample if not name.startswith(PAST)]
     answer = runner(file, torch.get_num_threads())
@@ -384,14 +305,21 @@ def _compare(
         with explained():
             actual = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
         for name, values in expected.items():
-            pair = _compared(name, values.cpu(), actual[name], inputs)
-            if not pair[1].isfinite().all():
+            wanted, given = _compared(name, values.cpu(), actual[name], inputs)
+            if not given.isfinite().all():
                 raise ExportError(f"onnxruntime's logits are not finite: {file.name} was not written")
-            if same:
-                difference = _difference(*pair, file.name, partial(_rounding, model, inputs, name))
-            else:
-                difference = _farthest(*pair)
+            difference = float((wanted - given).abs().max())
             largest = max(largest, difference)
+            if not same:
+                continue
+            allowed = TOLERANCE * max(1.0, float(wanted.abs().max()))
+            # on inputs that the model never saw, onnxruntime may round as badly as torch does
+            if not difference <= allowed and not difference <= 2 * _rounding(model, inputs, name):
+                raise ExportError(
+                    f"onnxruntime's logits differ from torch's by {difference:.2g}: {file.name} was not written"
+                )
+            if int((wanted.argmax(-1) != given.argmax(-1)).sum()) > _TIES * len(wanted):
+                raise ExportError(f"onnxruntime predicts other classes than torch: {file.name} was not written")
         rows += len(values)
     return rows, largest
 
@@ -425,38 +353,14 @@ def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tup
     return expected, actual
 
 
-def _farthest(expected: Tensor, actual: Tensor) -> float:
-    return float((expected - actual).abs().max())
-
-
-def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[[], float]) -> float:
-    """Return the largest difference of logits `(predictions, classes)`.
-
-    Args:
-        rounding: returns the difference of torch's own logits from exact ones. It is called only if the logits differ
-            by more than the tolerance: on inputs that the model never saw, onnxruntime may round as badly as torch
-            does.
-
-    Raises:
-        ExportError: the logits differ by more than the tolerance and twice `rounding`, or predict other classes.
-    """
-    difference = _farthest(expected, actual)
-    allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-    if not difference <= allowed and not difference <= 2 * rounding():  # also true if the difference is nan
-        raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
-    changed = int((expected.argmax(-1) != actual.argmax(-1)).sum())
-    if changed > _TIES * len(expected):
-        raise ExportError(f"onnxruntime gives other labels than torch: {name} was not written")
-    return difference
-
-
 def _rounding(model: PreTrainedModel, inputs: Batch, name: str) -> float:
     """Return the largest difference between the model's logits and its logits in float64."""
     on_cpu, copy = {key: values.cpu() for key, values in inputs.items()}, deepcopy(model).cpu()
     with torch.no_grad():
         own = _outputs(copy, on_cpu)[name]
         exact = _outputs(copy.double(), on_cpu)[name]
-    return _farthest(*_compared(name, exact, own.double(), on_cpu))
+    wanted, given = _compared(name, exact, own.double(), on_cpu)
+    return float((wanted - given).abs().max())
 
 
 def _move(written: Path, file: Path) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 import torch
+from onnx_ir.convenience import replace_nodes_and_values
+from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import Tensor
 
 from eckart.calibration.losses import Batch
-from eckart.onnx.running import explained, quiet, save_graph, weights_of
+from eckart.onnx.graph_edits import save_graph
+from eckart.onnx.running import explained, quiet, weights_of
 from eckart.onnx.smoothing import smooth
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _LARGEST = 63  # largest integer of seven bits with a sign
 
@@ -39,10 +39,8 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
     Raises:
         ExportError: onnxruntime cannot quantize the graph.
     """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     with (
-        explained("cannot quantize what torch exported"),
+        explained("cannot quantize the file"),
         quiet(),
         tempfile.TemporaryDirectory(prefix=f".{quantized.name}-", dir=quantized.parent) as folder,
     ):
@@ -65,8 +63,6 @@ def _round_tables(file: Path, rounded: Path) -> None:
 
     `quantize_dynamic` uses one scale for all rows, and converts the weight of such a head to float32 for each token.
     """
-    import onnx_ir as ir
-
     model = ir.load(file)
     for table in list(model.graph.initializers.values()):
         lookups, heads = _readers(table)
@@ -78,8 +74,6 @@ def _round_tables(file: Path, rounded: Path) -> None:
 
 def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
     """Return the nodes that look up rows of a table, and the nodes that transpose the table for a product."""
-    import onnx_ir as ir
-
     nodes, weight = table.consumers(), table.const_value
     if weight is None or len(weight.shape) != 2 or weight.dtype != ir.DataType.FLOAT:
         return [], []
@@ -94,8 +88,6 @@ def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
 
 
 def _round_table(graph: ir.Graph, table: ir.Value, lookups: list[ir.Node], heads: list[ir.Node]) -> None:
-    import onnx_ir as ir
-
     assert table.const_value is not None
     assert table.name is not None
     weight = torch.from_numpy(table.const_value.numpy().copy())
@@ -124,8 +116,6 @@ def _round_table(graph: ir.Graph, table: ir.Value, lookups: list[ir.Node], heads
 
 
 def _initializer(graph: ir.Graph, name: str, values: Tensor) -> ir.Value:
-    import onnx_ir as ir
-
     value = ir.Value(name=name, const_value=ir.tensor(values.numpy(), name=name))
     graph.register_initializer(value)
     return value
@@ -133,6 +123,4 @@ def _initializer(graph: ir.Graph, name: str, values: Tensor) -> ir.Value:
 
 def _put(graph: ir.Graph, node: ir.Node, *others: ir.Node) -> None:
     """Replace `node` with `others`; the last of these computes the output."""
-    from onnx_ir.convenience import replace_nodes_and_values
-
     replace_nodes_and_values(graph, node, [node], others, node.outputs, others[-1].outputs)

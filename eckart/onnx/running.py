@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stderr
 from functools import wraps
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 KEPT = "num_logits_to_keep"
 """Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
@@ -105,7 +102,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
 
 @contextmanager
-def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
+def explained(what: str = "cannot run the file that torch exported") -> Iterator[None]:
     """Raise every error in this context as an ExportError that names onnxruntime."""
     try:
         yield
@@ -131,10 +128,3 @@ def quiet() -> Iterator[None]:
 def weights_of(file: Path) -> Path:
     """Return the path of the separate file for the weights of `file`, if `file` is too large to contain them."""
     return file.with_name(f"{file.name}.data")
-
-
-def save_graph(model: ir.Model, file: Path, like: Path) -> None:
-    """Write a graph; its weights get a file of their own if those of the graph `like` have one."""
-    import onnx_ir as ir
-
-    ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

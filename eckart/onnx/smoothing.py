@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from eckart.calibration.losses import Batch
-from eckart.onnx.running import runner, save_graph
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from eckart.onnx.graph_edits import save_graph
+from eckart.onnx.running import runner
 
 _SHARE = 0.65  # α (choice)
 _LEAST = 0.1  # smallest maximum, ÷ the median: a channel unused in calibration must not fill the range later
@@ -51,8 +49,6 @@ class _Weight:
         return torch.from_numpy(self.value.const_value.numpy().copy()).movedim(self.axis, -1)
 
     def scale(self, factors: Tensor) -> None:
-        import onnx_ir as ir
-
         scaled = (self.read() * factors).movedim(-1, self.axis).contiguous()
         self.value.const_value = ir.tensor(scaled.numpy(), name=self.value.name)
 
@@ -80,8 +76,6 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
     Args:
         batches: typical inputs of the graph, each `(batch, tokens)`, on which the channels are measured.
     """
-    import onnx_ir as ir
-
     model = ir.load(file)
     activations = _activations(model.graph)
     maxima = _maxima(file, smoothed.with_name("maxima.onnx"), activations, batches) if activations else {}
@@ -194,8 +188,6 @@ def _maxima(
     Args:
         measured: path for the graph that measures them.
     """
-    import onnx_ir as ir
-
     model = ir.load(file)
     graph = model.graph
     values = {value.name: value for node in graph for value in node.outputs}

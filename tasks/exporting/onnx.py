@@ -40,8 +40,10 @@ def export_and_score(name: str, folder: Path) -> None:
     with output(ONNX / name) as out:
         try:
             onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _examples("test", model, tokenizer))
+            from eckart.onnx.int8 import quantize  # needs the extra, which `export` has checked
+
             calibration = _examples("calibration", model, tokenizer)
-            onnx.quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
+            quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
             for runtime, file in ONNX_FILES.items():
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")

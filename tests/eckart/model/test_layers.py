@@ -8,20 +8,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import (
     LowRankEmbedding,
     LowRankLinear,
-    factorize_target,
     low_rank_like,
 )
-from eckart.model.targets import find_targets, weight_of
 from tests import tiny
-
-
-def factors(model, name: str, rank: int):
-    return decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 2**20))
@@ -41,7 +33,7 @@ def test_factorizing_a_target_changes_nothing_else():
     model = tiny.bert()
     name = "bert.encoder.layer.0.intermediate.dense"
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    factorize_target(model, name, *factors(model, name, 2))
+    tiny.factorize_layer(model, name, 2)
     after = model.state_dict()
     assert set(before) - set(after) == {f"{name}.weight"}
     assert set(after) - set(before) == {f"{name}.left", f"{name}.right"}
@@ -76,9 +68,7 @@ def test_reading_the_weight_costs_nothing() -> None:
     ids = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
     with torch.no_grad(), FlopCounterMode(display=False) as dense:
         model(**ids)
-    for target in find_targets(model, ids).targets:
-        weight = weight_of(model.get_submodule(target.name))
-        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(1))
+    tiny.factorize(model, ids, lambda _: 1)
     with torch.no_grad(), FlopCounterMode(display=False) as small:
         model(**ids)
     assert small.get_total_flops() < dense.get_total_flops()

@@ -150,14 +150,3 @@ def test_padding_changes_no_output_and_no_gradient(side):
     parameters = list(model.parameters())
     for ours, alone in zip(torch.autograd.grad(sums, parameters), torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(ours, alone, **EXACT)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_hidden_map_reads_zeros_at_padding(side):
-    """Statistics of what it reads need no mask."""
-    model, batch = tiny_lstm(), padded(side)
-    read: list[Tensor] = []
-    hook = model.model.layers[1].hidden_map.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-    model(**batch)
-    hook.remove()
-    assert not torch.stack(read, 1)[batch["attention_mask"] == 0].any()

@@ -28,7 +28,8 @@ from eckart.factorization.weightings import ErrorNorm, Kfac, Plain, _nearest, we
 from eckart.model.hf_format import save
 from eckart.model.layers import TiedHead, factorized, merge, tied_heads
 from eckart.model.targets import Tied, find_targets
-from eckart.onnx import export, quantize, runner
+from eckart.onnx import export, runner
+from eckart.onnx.int8 import quantize
 from eckart.ranks.budget import cost, largest_rank, stored
 from tests import tiny
 

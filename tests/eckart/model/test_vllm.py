@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eckart.factorization.pivoted_storage import pivot
-from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
 from eckart.model import hf_format
-from eckart.model.layers import LowRankLinear, PivotedLinear, factorize_target
-from eckart.model.targets import find_targets, weight_of
+from eckart.model.layers import LowRankLinear, PivotedLinear
+from eckart.model.targets import find_targets
 from tests import tiny
 
 IN, OUTS = 7, (6, 4, 5)
@@ -140,13 +138,8 @@ def causal(family: str) -> PreTrainedModel:
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
     """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest."""
     for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
-        if number % 3 == 1:
-            continue
-        weight = weight_of(model.get_submodule(target.name))
-        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(3 + number % 4))
-        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
-        if layer.residual is not None and layer.rows is not None:
-            layer.rows, layer.residual = layer.rows[1:3], nn.Parameter(layer.residual.detach()[1:3])
+        if number % 3 != 1:
+            tiny.factorize_layer(model, target.name, 3 + number % 4, slice(1, 3) if stored == "rows" else None)
     if stored == "pivoted":
         pivot(model)
     return model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 
@@ -11,22 +12,15 @@ import numpy as np
 import onnx
 import onnx_ir
 import onnxruntime
-import pandas as pd
 import pytest
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertForQuestionAnswering,
     BertForTokenClassification,
-    FalconConfig,
     GPT2LMHeadModel,
-    JetMoeConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -35,14 +29,13 @@ from typer.testing import CliRunner
 
 import eckart.onnx.exporting
 from eckart.factorization.pivoted_storage import pivot
-from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
 from eckart.model.hf_format import save
-from eckart.model.layers import PivotedLinear, factorize_target, low_rank_layers
+from eckart.model.layers import PivotedLinear, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.model.targets import find_targets, weight_of
-from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
-from eckart.onnx.exporting import TOLERANCE, _move
+from eckart.model.targets import find_targets
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
+from eckart.onnx.exporting import TOLERANCE, _eager_attention, _move
+from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
 from tasks.artifacts.task_spec import load_split
@@ -60,12 +53,7 @@ MADE_UP = 9  # rows that are compared besides those of the test split
 def compress(model: PreTrainedModel, stored: str = "factors") -> PreTrainedModel:
     """Factorize every target but the last, as factors or pivots, or with every third row of what the factors leave."""
     for number, target in enumerate(find_targets(model, batch(8, 7)).targets[:-1]):
-        weight = weight_of(model.get_submodule(target.name))
-        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(1 + number % 3))
-        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
-        if layer.residual is not None and layer.rows is not None:
-            layer.rows = layer.rows[::3]
-            layer.residual = nn.Parameter(layer.residual.detach()[::3])
+        tiny.factorize_layer(model, target.name, 1 + number % 3, slice(None, None, 3) if stored == "rows" else None)
     if stored == "pivoted":
         pivot(model)
     return model.eval()
@@ -83,6 +71,22 @@ def batch(count: int, longest: int) -> dict[str, torch.Tensor]:
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """A compressed classifier and its file."""
+    model, file = compress(shallow(tiny.bert)), tmp_path_factory.mktemp("bert") / "m.onnx"
+    export(model, tiny.words(), file)
+    return model, file
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """A compressed language model, which rotates keys by their positions, and its file."""
+    model, file = compress(shallow(tiny.causal_llama), "pivoted"), tmp_path_factory.mktemp("llama") / "m.onnx"
+    export(model, tiny.words(), file)
+    return model, file
+
+
 def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch.Tensor:
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     shapes = {value.name: value.shape for value in session.get_inputs()}
@@ -95,12 +99,11 @@ def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch
     return torch.from_numpy(actual)
 
 
-@pytest.mark.parametrize(("family", "stored"), [("bert", "factors"), ("gpt2", "rows"), ("llama", "pivoted")])
+@pytest.mark.parametrize(("family", "stored"), [("gpt2", "rows"), ("llama", "pivoted")])
 def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
     family: str, stored: str, tmp_path: Path
 ) -> None:
-    whole, file = tiny.FAMILIES[family](), tmp_path / "model.onnx"
-    model = compress(shallow(type(whole), whole.config), stored)
+    model, file = compress(shallow(tiny.FAMILIES[family]), stored), tmp_path / "model.onnx"
     made = export(model, tiny.words(), file)
     for count, longest in SHAPES:
         inputs = batch(count, longest)
@@ -115,14 +118,11 @@ def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
         assert machine_path.encode() not in file.read_bytes(), machine_path
 
 
-def test_onnxruntime_quantizes_the_plain_export(tmp_path: Path) -> None:
+def test_onnxruntime_quantizes_the_plain_export(encoder: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
     """A user's `quantize_dynamic` refuses a file whose shapes contradict those that it infers."""
-    model = compress(shallow(type(tiny.bert()), tiny.bert().config))
-    export(model, tiny.words(), tmp_path / "model.onnx")
-    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "other.onnx", weight_type=QuantType.QInt8)
+    quantize_dynamic(encoder[1], tmp_path / "other.onnx", weight_type=QuantType.QInt8)
     for count, longest in SHAPES:
-        inputs = batch(count, longest)
-        assert answers(tmp_path / "other.onnx", **inputs).shape == tiny.logits(model, inputs).shape
+        assert answers(tmp_path / "other.onnx", **batch(count, longest)).shape == (count, tiny.LABELS)
 
 
 def rounded_maps(file: Path) -> int:
@@ -131,7 +131,7 @@ def rounded_maps(file: Path) -> int:
 
 
 def test_int8_gives_nearly_the_same_logits(tmp_path: Path) -> None:
-    model = compress(shallow(type(tiny.bert()), tiny.bert().config))
+    model = compress(shallow(tiny.bert))
     made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
     assert made.rows == MADE_UP + 3
     assert made.bytes == (tmp_path / "int8.onnx").stat().st_size
@@ -173,14 +173,10 @@ def test_a_channel_unseen_in_calibration_does_not_fill_the_range(tmp_path: Path)
 @pytest.mark.parametrize(("family", "embeddings"), [("gpt2", False), ("llama", True)])
 def test_smoothing_keeps_the_outputs_and_evens_the_channels(family: str, embeddings: bool, tmp_path: Path) -> None:
     """Some channels of the activations are large, and some components are scaled by a thousand."""
-    whole = tiny.FAMILIES[family]()
-    model = compress(shallow(type(whole), whole.config))
+    model = compress(shallow(tiny.FAMILIES[family]))
     if embeddings:
         (name,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
-        left, right = (
-            part.float() for part in decompose(weight_of(model.get_input_embeddings()), ErrorNorm()).truncate(5)
-        )
-        factorize_target(model, name, left, right)
+        tiny.factorize_layer(model, name, 5)
     with torch.no_grad():
         for layer in low_rank_layers(model).values():
             layer.right[0] *= 1000
@@ -207,59 +203,35 @@ def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path)
     return {name: float(values.max() / values.median()) for name, values in maxima.items()}
 
 
-def test_a_model_is_scored_by_onnxruntime(tmp_path: Path) -> None:
-    model = classifier().eval()
-    export(model, tiny_tokenizer(), tmp_path / "model.onnx")
-    task = a_task("classification", ["negative", "positive"], "accuracy")
-    own = kind_of(task).score(model, tiny_tokenizer(), numbered(), 7, "test")
-    answer_by(model, runner(tmp_path / "model.onnx", threads=1))
+def test_a_model_is_scored_by_onnxruntime(encoder: tuple[PreTrainedModel, Path]) -> None:
+    model, frame = deepcopy(encoder[0]), reviews()
+    frame = frame.assign(label=(frame["label"] == "positive").astype(int))
+    kind = kind_of(a_task("classification", ["negative", "positive"], "accuracy"))
+    own = kind.score(model, tiny_tokenizer(), frame, 7, "test")
+    answer_by(model, runner(encoder[1], threads=1))
     model.classifier.weight.data.zero_()  # torch would say something else
-    actual = kind_of(task).score(model, tiny_tokenizer(), numbered(), 7, "test")
+    actual = kind.score(model, tiny_tokenizer(), frame, 7, "test")
     assert actual.score.metrics == own.score.metrics
     assert actual.score.loss == pytest.approx(own.score.loss, rel=1e-5)
 
 
-def numbered() -> pd.DataFrame:
-    """Sixty reviews with the numbers of their labels."""
-    frame = reviews()
-    return frame.assign(label=(frame["label"] == "positive").astype(int))
+def shallow(
+    like: Callable[[], PreTrainedModel], family: type[PreTrainedModel] | None = None, **changes: object
+) -> PreTrainedModel:
+    """Return a model with the config of `like` but one layer, as each takes the exporter a second, and `changes`."""
+    model = like()
+    model.config.update({"num_hidden_layers": 1, **changes})
+    return tiny.drawn(family or type(model), model.config)
 
 
-def shallow(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model with one layer; each takes the exporter a second."""
-    config.num_hidden_layers = 1
-    return tiny.drawn(family, config)
-
-
-def classifier() -> PreTrainedModel:
-    return bert(num_hidden_layers=1)
-
-
-def token_labels() -> PreTrainedModel:
-    return shallow(BertForTokenClassification, tiny.bert().config)
-
-
-def spans() -> PreTrainedModel:
-    config = tiny.bert().config
-    config.num_labels = 2
-    return shallow(BertForQuestionAnswering, config)
-
-
-def language() -> PreTrainedModel:
-    return shallow(LlamaForCausalLM, tiny.causal_llama().config)
-
-
-HEADS = {
-    "token classification": (token_labels, ("logits",)),
-    "question answering": (spans, ("start_logits", "end_logits")),
-    "language modeling": (language, ("logits", "present.0.key", "present.0.value")),
-}
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
-    (make, names), file = HEADS[head], tmp_path / "model.onnx"
-    model = compress(make())
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [(BertForTokenClassification, ("logits",)), (BertForQuestionAnswering, ("start_logits", "end_logits"))],
+)
+def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(
+    family: type[PreTrainedModel], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    model, file = compress(shallow(tiny.bert, family, num_labels=2)), tmp_path / "model.onnx"
     made = export(model, tiny.words(), file, [batch(3, 9)])
     assert made.rows == MADE_UP + 3
     assert [value.name for value in onnx.load(file).graph.output] == list(names)
@@ -269,21 +241,12 @@ def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(head: st
         with torch.no_grad():
             expected = model(**inputs)
         for name in names:
-            if name.startswith("present"):
-                continue
             actual = answers(file, name, **inputs)
             torch.testing.assert_close(actual[real], expected[name][real], rtol=0, atol=1e-5)
 
 
 def gpt2_that_writes(vocabulary: int = tiny.VOCABULARY) -> PreTrainedModel:
-    config = tiny.gpt2().config
-    config.vocab_size = vocabulary
-    config.use_cache = False  # as training leaves it
-    return shallow(GPT2LMHeadModel, config)
-
-
-WRITERS = {"llama": language, "gpt2": gpt2_that_writes}
-"""A decoder that rotates keys by their positions, and one that adds an embedding of these."""
+    return shallow(tiny.gpt2, GPT2LMHeadModel, vocab_size=vocabulary, use_cache=False)  # training leaves no cache
 
 
 def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) -> tuple[torch.Tensor, int]:
@@ -298,10 +261,15 @@ def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) 
     return torch.cat(actual, 1), sum(values.numel() for values in past.values())
 
 
-@pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "rows")])
-def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(family: str, stored: str, tmp_path: Path) -> None:
-    model, file = compress(WRITERS[family](), stored), tmp_path / "model.onnx"
-    export(model, tiny.words(), file)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(
+    family: str, decoder: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    """For keys that are rotated by their positions, and for an embedding of these."""
+    model, file = decoder
+    if family == "gpt2":
+        model, file = compress(gpt2_that_writes(), "rows"), tmp_path / "model.onnx"
+        export(model, tiny.words(), file)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     size = model.config.hidden_size // model.config.num_attention_heads
     for side, prompt in product(["left", "right"], [1, 4]):
@@ -313,80 +281,54 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(family: str, sto
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
 
 
-def test_a_decoder_gives_logits_of_so_many_last_tokens(tmp_path: Path) -> None:
-    model, file = compress(language()), tmp_path / "model.onnx"
-    export(model, tiny.words(), file)
-    answer, inputs = runner(file), batch(3, 9)
+def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: tuple[PreTrainedModel, Path]) -> None:
+    answer, inputs = runner(decoder[1]), batch(3, 9)
     whole = answer(inputs)["logits"]
     for asked, given in ((0, 9), (1, 1), (4, 4), (9, 9)):
         torch.testing.assert_close(answer({**inputs, KEPT: torch.tensor(asked)})["logits"], whole[:, 9 - given :])
 
 
-_DECODERS = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": tiny.VOCABULARY, "pad_token_id": tiny.PAD}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        FalconConfig(**_DECODERS, num_attention_heads=4, multi_query=True, alibi=False),
-        JetMoeConfig(
-            **_DECODERS,
-            num_key_value_heads=2,
-            kv_channels=4,
-            intermediate_size=24,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            max_position_embeddings=64,
-        ),
-    ],
-    ids=["torch's attention alone", "views of what attention gives"],
-)
-def test_decoders_with_unusual_attention_are_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
-    export(AutoModelForCausalLM.from_config(config), tiny.words(), tmp_path / "model.onnx")
-
-
 def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) -> None:
-    """With a residual beside the factors the file gives torch's logits, and has no input for their number."""
-    model, file = language(), tmp_path / "model.onnx"
-    model.config.tie_word_embeddings = False
-    weight = model.lm_head.weight.detach().clone()
-    model.lm_head.weight = nn.Parameter(weight)
-    left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(2))
-    layer = factorize_target(model, "lm_head", left, right, weight - left @ right)
-    assert layer.residual is not None
-    assert layer.rows is not None
-    layer.rows, layer.residual = layer.rows[::3], nn.Parameter(layer.residual.detach()[::3])
+    """With a residual beside the factors the file gives torch's logits, and has no input for their number.
+
+    The model always runs torch's own attention.
+    """
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "multi_query": True, "alibi": False}
+    model, file = tiny.of("FalconForCausalLM", **sizes, tie_word_embeddings=False)(), tmp_path / "model.onnx"
+    tiny.factorize_layer(model, "lm_head", 2, slice(None, None, 3))
     export(model, tiny.words(), file)
-    inputs = batch(3, 9)
-    assert runner(file)({**inputs, KEPT: torch.tensor(1)})["logits"].shape[1] == 9
+    assert runner(file)({**batch(3, 9), KEPT: torch.tensor(1)})["logits"].shape[1] == 9
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_shared_keys_are_repeated_only_where_scores_are_bounded(architecture: str, tmp_path: Path) -> None:
+def test_attention_with_shared_keys_suits_a_model_that_views_its_outputs() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "kv_channels": 4, **tiny.LENGTH}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = tiny.of("JetMoeForCausalLM", **sizes, **experts)().eval()
+    assert model.config.num_attention_heads == 4
+    expected = tiny.logits(model, batch(3, 9))
+    with _eager_attention(model):
+        torch.testing.assert_close(tiny.logits(model, batch(3, 9)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_keys_are_repeated_only_where_scores_are_bounded(
+    decoder: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
     """Otherwise keys and values of the whole past would be copied for each query head, with each token."""
-    file, copies = tmp_path / "model.onnx", {}
-    for heads in (2, 4):
-        config = AutoConfig.for_model(
-            architecture,
-            vocab_size=tiny.VOCABULARY,
-            hidden_size=16,
-            head_dim=4,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=heads,
-            max_position_embeddings=32,
-            pad_token_id=tiny.PAD,
-        )
-        export(AutoModelForCausalLM.from_config(config), tiny.words(), file)
-        copies[heads] = sum(node.op_type == "Expand" for node in onnx.load(file).graph.node)
-    assert (copies[2] == copies[4]) == (architecture != "gemma2")
+    model = shallow(tiny.of("Gemma2ForCausalLM", **tiny.GROUPED, head_dim=4))  # bounds its scores
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    bounded, free = (
+        sum(node.op_type == "Expand" for node in onnx.load(file).graph.node)
+        for file in (tmp_path / "model.onnx", decoder[1])
+    )
+    assert bounded > free
 
 
-def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(tmp_path: Path) -> None:
+def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(
+    decoder: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
     """Nearly, because the rounding of activations depends on what else is in the batch."""
-    model, file = compress(language(), "pivoted"), tmp_path / "int8.onnx"
-    export(model, tiny.words(), file, int8=True)
+    model, file = decoder[0], tmp_path / "int8.onnx"
+    quantize(decoder[1], file, [batch(8, 16)])
     inputs = batch(3, 9)
     real, expected = inputs["attention_mask"] == 1, tiny.logits(model, inputs)
     actual, _ = token_by_token(file, inputs, 4)
@@ -411,7 +353,7 @@ def test_a_tied_weight_is_stored_once_and_multiplied_in_int8(tmp_path: Path) -> 
 
 def test_a_model_that_torch_itself_rounds_far_is_exported(tmp_path: Path) -> None:
     """Features behind a layer norm sum to zero: of a weight that is the same for all only rounding is left."""
-    model = shallow(BertForTokenClassification, tiny.bert().config)
+    model = shallow(tiny.bert, BertForTokenClassification)
     model.bert.encoder.layer[-1].output.LayerNorm.reset_parameters()
     nn.init.constant_(model.classifier.weight, 1e8)
     model.classifier.bias.data = torch.tensor([0.0, 1e4, 0.0])
@@ -446,7 +388,7 @@ def test_models_that_cannot_be_exported_are_refused(
 
 
 def test_large_weights_are_stored_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = compress(token_labels()), tmp_path / "new" / "model.onnx"
+    model, file = compress(shallow(tiny.bert, BertForTokenClassification)), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
         made = export(model, tiny.words(), file)
@@ -462,7 +404,7 @@ def test_large_weights_are_stored_beside_the_file(tmp_path: Path, monkeypatch: p
 
 def test_other_labels_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels change where logits hardly do, as after an export that went wrong."""
-    file, model = tmp_path / "model.onnx", classifier()
+    file, model = tmp_path / "model.onnx", bert(num_hidden_layers=1)
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
     right = eckart.onnx.exporting._Logits.forward
@@ -480,25 +422,22 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A workspace with test examples and one candidate."""
     monkeypatch.chdir(tiny_workspace(tmp_path))
     run_stage("extract")
-    model = classifier()
+    model = bert(num_hidden_layers=1)
     inputs = tiny_tokenizer()(["the plot is dull", "the cast"], padding=True, return_tensors="pt")
-    for target in find_targets(model, inputs).targets:
-        weight = weight_of(model.get_submodule(target.name))
-        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(4))
-    save(model, Path("models/finetuned/svd-0.5"))
+    save(tiny.factorize(model, inputs, lambda _: 4), Path("models/finetuned/svd-0.5"))
     tiny_tokenizer().save_pretrained("models/finetuned/svd-0.5")
     return tmp_path
 
 
 def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    done = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
-    assert done.exit_code == 0, done.output
-    assert done.stderr == capfd.readouterr().err == ""
+    result = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == capfd.readouterr().err == ""
     model, tokenizer = load(Path("models/finetuned/svd-0.5"), AutoModelForSequenceClassification)
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
-    assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
-    assert f"{size:.1f} MB" in done.stdout
-    assert f"On {12 + MADE_UP} examples" in done.stdout  # all of the test split
+    assert result.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
+    assert f"{size:.1f} MB" in result.stdout
+    assert f"On {12 + MADE_UP} examples" in result.stdout  # all of the test split
     graph = onnx.load(workspace / "served/model.onnx").graph
     shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
     assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
@@ -509,16 +448,13 @@ def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: 
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "named"),
-    [
+@pytest.mark.usefixtures("workspace")
+def test_wrong_names_are_errors() -> None:
+    for name, file, match in (
         ("svd-0.6", "model.onnx", r"^svd-0\.6 .* svd-0\.5"),
         ("models/base/tiny", "model.onnx", r"^models/base/tiny "),
         ("svd-0.5", "model.pt", r"^model\.pt: .*\.onnx"),
         ("svd-0.5", "params.yaml/model.onnx", r"^params\.yaml/model\.onnx "),
-    ],
-)
-@pytest.mark.usefixtures("workspace")
-def test_wrong_names_are_errors(name: str, file: str, named: str) -> None:
-    with pytest.raises(StageError, match=named):
-        to_onnx(name, Path(file))
+    ):
+        with pytest.raises(StageError, match=match):
+            to_onnx(name, Path(file))
