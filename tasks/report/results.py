@@ -261,10 +261,14 @@ class Results:
         return [other for other in others if not self.gain(candidate.after, other.after)]
 
     def metric_of(self, model: ScoredModel) -> float:
-        """Return the test metric of the original model, the control or the trivial baseline."""
+        """Return the test metric of a model that was scored in torch."""
         if model == TRIVIAL:
             return self.dense.trivial
-        return (self.dense if model == DENSE else self.dense.control).score.metric
+        if model in (DENSE, CONTROL):
+            return (self.dense if model == DENSE else self.dense.control).score.metric
+        name, step = model
+        metric: float = getattr(self.named(name), step)
+        return metric
 
     def spans_decades(self, metrics: Iterable[float]) -> bool:
         """Whether `metrics` differ too much for a linear scale: by more than a factor of ten."""

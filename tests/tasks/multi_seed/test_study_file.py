@@ -247,19 +247,13 @@ class TestTrials:
     def test_what_the_study_does_not_run_is_not_tried(self, write: Callable[..., Path]) -> None:
         assert mistakes(write({"trials": ASKED, "study": {"recipes": ["svd"]}})) == ["trials.recipes.kfac"]
 
-    def test_no_recipe_is_replaced_by_a_trial(self, write: Callable[..., Path]) -> None:
-        mine = tiny_params()["recipes"]["svd"]
-        assert mistakes(write({"trials": ASKED, "recipes": {"svd_trial2": mine}})) == ["trials.recipes.svd"]
-
     @pytest.mark.parametrize(
         ("change", "path"),
         [
             ({"keep": 2}, "trials.keep"),
             ({"recipes": {"mine": [{}]}}, "trials.recipes.mine"),
             ({"recipes": {"svd": []}}, "trials.recipes.svd"),
-            ({"recipes": {"svd": [FASTER, {}, FASTER]}}, "trials.recipes.svd"),
             ({"recipes": {"svd": [{}, {"recovery": {"rate": 1}}]}}, "trials.recipes.svd.1.recovery.rate"),
-            ({"recipes": {"svd": [{}, {"recovery": {"steps": 2}}]}}, "trials.recipes.svd"),
         ],
     )
     def test_mistakes_are_named(self, write: Callable[..., Path], change: dict[str, Any], path: str) -> None:
