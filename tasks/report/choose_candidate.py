@@ -97,12 +97,6 @@ def best_first(measured: Measured, metric: MetricName) -> tuple[float, int]:
     return -METRICS[metric].goodness(measured.metric), measured.parameters
 
 
-def smallest_first(measured: Measured, metric: MetricName) -> tuple[int, float]:
-    """Return a sort key: the fewest parameters first; for equal numbers, the best metric first."""
-    goodness, parameters = best_first(measured, metric)
-    return parameters, goodness
-
-
 def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
     """Return the gates that every candidate must pass; the drop from the original model comes first."""
     asked = [_drop(measured, metric, limits)]

@@ -164,7 +164,7 @@ def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.metric_of(DENSE)
     values = [dense, results.metric_of(CONTROL), *(candidate.recovered for candidate in results.candidates), *more]
-    if results.spans_decades(values):
+    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
         scale = ScaleOfDense(dense)
         limits = scale.limits(values)
         axes.set_ylim(*limits)  # set first, because ScaleOfDense cannot show values ≤ 0, which a linear axis may have
