@@ -260,10 +260,10 @@ def _costs_of(results: Results) -> Iterator[tuple[str, Callable[[CandidateResult
     yield "multiply-accumulates per token", lambda candidate: candidate.evaluation.size.macs_per_token, count
     for shape in results.candidates[0].benchmark.latency["candidate"]["torch"]:
         title = f"time at {shape.replace('x', ' × ')} ÷ the original’s"
-        yield title, partial(_time, shape), tick_text
+        yield title, partial(_relative_time, shape), tick_text
 
 
-def _time(shape: str, candidate: CandidateResults) -> float:
+def _relative_time(shape: str, candidate: CandidateResults) -> float:
     return 1 / candidate.benchmark.latency["candidate"]["torch"][shape].of_torch.median
 
 

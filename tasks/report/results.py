@@ -253,15 +253,6 @@ class Results:
 
         return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
 
-    def is_best(self, candidate: CandidateResults) -> bool:
-        """Whether no candidate at the same keep has a better test metric."""
-        return candidate.recovered == self.at(candidate.keep)[0].recovered
-
-    def rivals(self, candidate: CandidateResults) -> list[CandidateResults]:
-        """Return the candidates at the same keep with a different test metric, but no significant difference."""
-        others = [other for other in self.at(candidate.keep) if other.recovered != candidate.recovered]
-        return [other for other in others if not self.gain(candidate.after, other.after)]
-
     def metric_of(self, model: ScoredModel) -> float:
         """Return the test metric of a model that was scored in torch."""
         if model == TRIVIAL:

@@ -138,7 +138,7 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
 def row(results: Results, candidate: CandidateResults) -> Row:
     """Return the row of a candidate, for the page and the terminal."""
     best = results.at(candidate.keep)[0]
-    mark = "*" if results.is_best(candidate) else "≈" if candidate in results.rivals(best) else ""
+    mark = "*" if candidate.recovered == best.recovered else "" if results.gain(best.after, candidate.after) else "≈"
     return _row(results, entry(candidate), mark)
 
 
