@@ -37,8 +37,9 @@ def exit_message(name: str, *candidate: str) -> str:
     return caught.value.code
 
 
-def test_a_mistake_of_the_input_ends_the_process_with_1_and_without_a_traceback(here: Path) -> None:
-    """An unknown data set."""
+def test_a_mistake_of_the_input_names_the_stage(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown data set, with no hub to ask."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_params(here, tiny_params(data={"source": "nobody/nothing"}))
     assert exit_message("extract").startswith("extract: nobody/nothing")
     assert not Path("data/splits").exists()
