@@ -30,14 +30,8 @@ def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
     """Return a row for each pair of models, separately for each keep and for factorized and recovered models.
 
     The original model and the control are compared with both the factorized and the recovered models, as `first`.
-
-    Args:
-        seeds: seed → results of the study. All seeds have the same test examples.
-
-    Returns:
-        A frame with the columns `COLUMNS`. `difference` is the metric of `first` minus that of `second`, averaged over
-        seeds; `low` and `high` are its interval over test examples; `spread` is the sample standard deviation over
-        seeds (nan with a single seed).
+    `difference` is the metric of `first` minus that of `second`, averaged over seeds; `low` and `high` are its interval
+    over test examples; `spread` is the sample standard deviation over seeds (nan with a single seed).
     """
     first = next(iter(seeds.values()))
     lines: list[tuple[str | float, ...]] = []

@@ -47,10 +47,7 @@ _STAGES = ("search", "factorize", "finetune")
 
 
 def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Collect the results of all seeds.
-
-    Args:
-        folders: seed → workspace of the finished study with this seed.
+    """Collect the results of all seeds from their workspaces.
 
     Returns:
         A frame with a row per seed and candidate (the columns of reports/comparison.csv and relative numbers), and the
@@ -157,10 +154,6 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
 
     The original model comes first. Metrics between -1 and 1 are printed × 100. If all metrics are, the last column is
     their mean over the tasks, for the seeds that all tasks have. A missing value, or a mean with one, is a dash.
-
-    Args:
-        rows: rows of all tasks from `collect`, with a column `task`.
-        metrics: task → its metric.
     """
     points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
     signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
@@ -224,8 +217,7 @@ def page(
 
     Args:
         studies: one for each task.
-        rows: task → rows from `collect`.
-        pairs: task → differences from `collect`.
+        rows, pairs: task → the frames from `collect`.
         name: name of the study. The page links to NAME.csv and NAME.pairs.csv, which must be in the same folder.
         command: the command that made the page.
     """
@@ -353,21 +345,11 @@ def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return printed(table, width=220)
 
 
-def write(table: Path, rows: pd.DataFrame, apart: pd.DataFrame, text: str) -> list[Path]:
-    """Write the page and, in the same folder, rows and differences as CSV files.
-
-    Args:
-        table: path of the page, NAME.md.
-        rows: rows of all tasks.
-        apart: differences between pairs of models.
-        text: the page in Markdown.
-
-    Returns:
-        The paths of all files.
-    """
+def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:
+    """Write the page and, in the same folder, rows and differences as CSV files; return the paths of all files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
-    files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): apart}
+    files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): pairs}
     for file, content in files.items():
         content.to_csv(file, index=False, lineterminator="\n")
     return [table, *files]

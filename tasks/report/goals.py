@@ -60,8 +60,8 @@ def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
     meeting = [candidate for candidate in results.of(recipe) if amounts[candidate.keep] <= _limit(goal) + ROUNDING]
     choose = results.best if goal.largest_drop is None else results.smallest
     candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
-    known = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _amount(results, goal, "dense")}
-    keep = closer(known, _limit(goal), linear=goal.largest_drop is None)
+    with_dense = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _amount(results, goal, "dense")}
+    keep = closer(with_dense, _limit(goal), linear=goal.largest_drop is None)
     return GoalResult(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
 
 

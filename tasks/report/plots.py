@@ -103,9 +103,7 @@ def curves_svg(results: Results) -> Markup:
 def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> dict[str, Markup]:
     """Draw the measures recorded in training curves, one plot per recipe that has any.
 
-    Args:
-        curve: `search_curve` for shaping and rank search, which also get a panel with the task loss; `curve` for
-            recovery.
+    Shaping and rank search (`search_curve`) also get a panel with the task loss.
     """
     plots = {}
     for recipe in results.recipes:
@@ -154,12 +152,9 @@ def _tradeoff(results: Results) -> Figure:
 
 
 def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
-    """Set limits and scale of the y axis, so that it shows all recovered metrics and `more`.
+    """Set limits and scale of the y axis, so that it shows all recovered metrics and `more`; return its label.
 
     The scale is linear, or a `ScaleOfDense` if the values span more than a factor of ten.
-
-    Returns:
-        The label of the axis.
     """
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.metric_of(DENSE)
@@ -272,11 +267,7 @@ def _grid(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with a grid of panels. Axes beyond the number of panels come last and are hidden.
 
-    Args:
-        height: height of a row, in inches.
-        columns: panels in a row; chosen by their number if None.
-        margin: additional height of the figure, in inches.
-        shared: arguments of `subplots`, such as sharex.
+    The figure is as high as its rows and a margin, in inches. `shared` are arguments of `subplots`, such as sharex.
     """
     columns = columns or (2 if panels == 4 else min(_COLUMNS, panels))
     rows = math.ceil(panels / columns)

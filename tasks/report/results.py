@@ -347,13 +347,7 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results in one file.
-
-    Args:
-        workspace: folder of the study.
-        name: name of a candidate, or `dense` for the original model, the control and the trivial baseline.
-        command: the stage that makes the file, for error messages.
-    """
+    """Load the per-example results in one file (see `rows_file`). Error messages name `command`, which makes it."""
     path = rows_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")

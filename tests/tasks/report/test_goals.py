@@ -91,6 +91,7 @@ def test_of_a_drop_the_smallest_is_chosen_and_of_bytes_the_best(workspace: Path)
     dense = load_results().dense.validation.metric
     ask(largest_drop=max(dense - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")))
     assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "one"] == ["one-0.25"]
+    assert load_results().smallest([]) is None
     ask(bytes=max(amounts_of(name)[1] for name in ("two-0.5", "two-0.25")))
     assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "two"] == ["two-0.5"]
 
