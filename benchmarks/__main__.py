@@ -14,7 +14,7 @@ from eckart.ranks import RankSearch
 from eckart.ranks.waterfill import Waterfill
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Export, exported, section
-from tasks.multi_seed.seeds_table import processor
+from tasks.runtime.hardware import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
 _HEAD = """# Benchmarks

@@ -28,8 +28,7 @@ Which = Literal["dense", "candidate"]
 def rows_file(name: str) -> Path:
     """Return the path of the table with the contribution of each example to the scores.
 
-    Args:
-        name: a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
+    `name` is a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
     """
     return Path(f"reports/rows/{name}.parquet")
 

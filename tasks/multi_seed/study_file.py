@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from eckart.recipe import merge
-from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.artifacts.metrics import MetricName
 from tasks.config import schema as params
 from tasks.config import validation
 from tasks.config.resolved import resolve
@@ -22,7 +22,6 @@ from tasks.multi_seed import trials
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.trials import Trial, Trials
 
-_NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # default of studies: no candidate is exported
 # Names of files and tasks, which become part of the names of folders and MLflow experiments.
 _NAME = re.compile(r"[\w-]{1,50}")
 
@@ -93,35 +92,27 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     path = _path(file)
     stated = params.read(file)
     own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
-    if lines := [*_of_seeds(own, stated), *_of_tasks(own, tasks)]:
+    if lines := list(_own_mistakes(own, stated, tasks)):
         raise ParamsError(params.report(file, lines))
-    common = merge(merge(params.read(), _NOTHING_TO_SHIP), stated)
+    common = merge(merge(params.read(), {"export": {"recipes": []}}), stated)  # by default, a study exports nothing
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]
     parts: dict[str | None, dict[str, Any]] = dict(own.tasks.items()) if own.tasks else {None: {}}
     merged = {task: merge(common, part) for task, part in parts.items()}
     _check(common, merged, own, file)
+    for task, content in merged.items():
+        if task and "name" not in parts[task].get("study", {}):  # an MLflow experiment of its own
+            content["study"] = {**content["study"], "name": f"{content['study']['name']}-{task}"}
     return tuple(
-        StudyFile(
-            path,
-            resolve(_named(content, task, parts[task])),
-            chosen or (content.get("seed", 0),),
-            task,
-            own.published,
-            own.trials,
-        )
+        StudyFile(path, resolve(content), chosen or (content.get("seed", 0),), task, own.published, own.trials)
         for task, content in merged.items()
         if not tasks or task in tasks
     )
 
 
 def _path(file: Path) -> Path:
-    """Return the path of a study's file relative to the workspace.
-
-    Raises:
-        ParamsError: see `load`.
-    """
+    """Return the path of a study's file relative to the workspace."""
     path = file.resolve()
     if not path.is_relative_to(Path.cwd()):
         raise ParamsError(f"{file} is outside the repository: put it into studies/")
@@ -132,30 +123,26 @@ def _path(file: Path) -> Path:
     return path.relative_to(Path.cwd())
 
 
-def _of_seeds(own: _Own, stated: Mapping[str, Any]) -> Iterator[str]:
+def _own_mistakes(own: _Own, stated: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[str]:
     if own.seeds and "seed" in stated:
         yield "seed: stands beside seeds; remove one of them"
     for seed, count in Counter(own.seeds or ()).items():
         if count > 1:
-            yield f"seeds: has {seed} twice; remove one"
-    for task, part in (own.tasks or {}).items():
-        if "seed" in part:
-            yield f"tasks.{task}.seed: all tasks have the same seeds; write it beside tasks"
-
-
-def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
-    names = own.tasks or {}
-    for task in names:
+            yield f"seeds: has {seed} {count} times; remove the repetition"
+    tasks = own.tasks or {}
+    for task, part in tasks.items():
         if not _NAME.fullmatch(task):
             yield f"tasks.{task}: becomes the name of a folder; write letters, digits, _ and -, at most 50"
+        if "seed" in part:
+            yield f"tasks.{task}.seed: all tasks have the same seeds; write it beside tasks"
     for task in dict.fromkeys(wanted):
-        if task not in names:
-            choice = f"choose from {', '.join(names)}" if names else "leave out --task"
+        if task not in tasks:
+            choice = f"choose from {', '.join(tasks)}" if tasks else "leave out --task"
             yield f"tasks: there is no {task}; {choice}"
 
 
 def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
-    """Check the parameters of all tasks.
+    """Check the parameters of all tasks, then published numbers and trials, which need correct parameters.
 
     Args:
         common: the parameters that all tasks share.
@@ -171,29 +158,11 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
         for task, content in merged.items()
         for line in (validation.mistakes(content) if task else shared)
     ]
-    lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
-    if own.trials and not lines:
-        lines += _of_trials(own.trials, merged)
+    if not lines:
+        resolved = {task: resolve(content) for task, content in merged.items()}
+        metrics = {task: content["data"]["metric"] for task, content in resolved.items()}
+        lines += published.mistakes(own.published, metrics)
+        if own.trials:
+            lines += [line for content in resolved.values() for line in trials.mistakes(content, own.trials)]
     if lines:
         raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
-
-
-def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
-    """Yield mistakes in the trials of a file; the rest of the file must be correct."""
-    for content in merged.values():
-        resolved = resolve(content)
-        wrong = list(trials.mistakes(resolved, asked))
-        yield from wrong or (trials.in_file(line, asked) for line in validation.mistakes(trials.study(resolved, asked)))
-
-
-def _metric(content: Mapping[str, Any]) -> MetricName | None:
-    data = params.sections(content)["data"]
-    name = data["metric"] if isinstance(data, dict) else None
-    return next((metric for metric in METRICS if metric == name), None)
-
-
-def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the MLflow experiment of a task `STUDY-TASK`, unless the task sets study.name itself."""
-    if task is None or "name" in part.get("study", {}):
-        return content
-    return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})

@@ -18,7 +18,7 @@ from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import EVALUATIONS
 from tasks.artifacts.results_schema import Evaluation
-from tasks.config import schema
+from tasks.config import schema, validation
 
 SUFFIX = "trials"
 """Suffix of the names of the workspace and MLflow experiment of trials."""
@@ -50,12 +50,7 @@ class Trial:
 
 
 def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
-    """Return the parameters of the study that runs the trials.
-
-    Args:
-        content: parameters of the study that has the trials.
-        asked: the trials.
-    """
+    """Return the parameters of the study that runs the trials of the study with the parameters `content`."""
     recipes = {
         name: merge(content["recipes"][recipe], change)
         for recipe in asked.recipes
@@ -78,49 +73,34 @@ def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
 
 
 def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
-    """Yield mistakes in trials. `content` are the parameters of the study, which must be correct."""
-    for recipe, changes in asked.recipes.items():
-        if recipe not in content["study"]["recipes"]:
-            yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
-            continue
-        tried = [merge(content["recipes"][recipe], change) for change in changes]
-        if any(recipe_tried in tried[:position] for position, recipe_tried in enumerate(tried)):
-            yield f"trials.recipes.{recipe}: has a trial twice; remove one"
-        for name, change in _named(asked, recipe):
-            if change and name in content["recipes"]:
-                yield f"trials.recipes.{recipe}: a trial would be named {name}, which is a recipe; rename the recipe"
-
-
-def in_file(line: str, asked: Trials) -> str:
-    """Translate a message on a mistake in the parameters of `study`, so that it names the place in the study's file."""
-    for recipe in asked.recipes:
-        for number, (name, change) in enumerate(_named(asked, recipe)):
-            if change and line.startswith(f"recipes.{name}."):
-                return line.replace(f"recipes.{name}.", f"trials.recipes.{recipe}.{number}.", 1)
-    return line
+    """Yield mistakes in trials, placed as in the study's file. `content` are the parameters of the study, resolved."""
+    unused = [recipe for recipe in asked.recipes if recipe not in content["study"]["recipes"]]
+    if unused:
+        yield from (
+            f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there" for recipe in unused
+        )
+        return
+    for line in validation.mistakes(study(content, asked)):
+        for recipe in asked.recipes:
+            for number, (name, change) in enumerate(_named(asked, recipe)):
+                if change and line.startswith(f"recipes.{name}."):
+                    line = line.replace(f"recipes.{name}.", f"trials.recipes.{recipe}.{number}.", 1)
+        yield line
 
 
 def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
     """Return the results of all trials, in the order of the study's file. For each recipe the best is chosen.
 
-    In a tie, the first trial is chosen.
-
-    Args:
-        metric: metric of the task.
-        workspace: workspace of the finished study that ran the trials.
+    In a tie, the first trial is chosen. `workspace` is that of the finished study that ran the trials.
     """
     trials: list[Trial] = []
-    for recipe in asked.recipes:
-        scores = [_validation(workspace, name, asked.keep) for name, _ in _named(asked, recipe)]
+    for recipe, changes in asked.recipes.items():
+        files = [EVALUATIONS / f"{candidate_name(name, str(asked.keep))}.json" for name, _ in _named(asked, recipe)]
+        scores = [Evaluation.model_validate_json((workspace / file).read_text()).validation.metric for file in files]
         chosen = scores.index(max(scores, key=METRICS[metric].goodness))
-        tried = zip(asked.recipes[recipe], scores, strict=True)
+        tried = zip(changes, scores, strict=True)
         trials += [Trial(recipe, change, score, chosen=place == chosen) for place, (change, score) in enumerate(tried)]
     return tuple(trials)
-
-
-def _validation(workspace: Path, recipe: str, keep: float) -> float:
-    path = workspace / EVALUATIONS / f"{candidate_name(recipe, str(keep))}.json"
-    return Evaluation.model_validate_json(path.read_text()).validation.metric
 
 
 def best(content: Mapping[str, Any], tried: Sequence[Trial]) -> dict[str, Any]:

@@ -97,12 +97,6 @@ def best_first(measured: Measured, metric: MetricName) -> tuple[float, int]:
     return -METRICS[metric].goodness(measured.metric), measured.parameters
 
 
-def smallest_first(measured: Measured, metric: MetricName) -> tuple[int, float]:
-    """Return a sort key: the fewest parameters first; for equal numbers, the best metric first."""
-    goodness, parameters = best_first(measured, metric)
-    return parameters, goodness
-
-
 def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
     """Return the gates that every candidate must pass; the drop from the original model comes first."""
     asked = [_drop(measured, metric, limits)]
@@ -146,14 +140,11 @@ class Choice:
 
 
 def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limits) -> Choice:
-    """Choose the candidate with the best metric among the candidates within the limits.
+    """Choose the candidate with the best metric on validation examples among the candidates within the limits.
 
     For equal metrics, the candidate with the fewest parameters is chosen. If no candidate is within the limits, the
     nearest one breaks the fewest limits. Among candidates that break equally many limits, the nearest one has the
     smallest excess ÷ max(|value|, |limit|), at its worst gate.
-
-    Args:
-        candidates: name → measurements on validation examples.
     """
     checked = {name: gates(measured, metric, limits) for name, measured in candidates.items()}
 

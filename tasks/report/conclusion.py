@@ -16,12 +16,13 @@ from tasks.scoring.trivial_baseline import warning
 def conclusion(results: Results) -> list[str]:
     """Return the sentences of the conclusion, with commands in backticks."""
     candidate = results.named(results.choice.nearest)
+    answer = results.only_answers.get(candidate.after)
     sentences = [
         teacher_warning(results),
         _choice(results, candidate),
         _best_on_test(results),
         _goals(results),
-        _one_answer(results, candidate),
+        f"It answers {answer} to every test example." if answer else None,
         verdict(results, candidate),
         _alternative(results),
         _cost(results, candidate),
@@ -101,11 +102,6 @@ def _goals(results: Results) -> str | None:
         f"The goals choose other candidates ({named}), because they take the smallest model within a drop: `eckart "
         f"promote {others[0].candidate.name}` takes that one to the gates."
     )
-
-
-def _one_answer(results: Results, candidate: CandidateResults) -> str | None:
-    answer = results.only_answers.get(candidate.after)
-    return None if answer is None else f"It answers {answer} to every test example."
 
 
 def _alternative(results: Results) -> str:

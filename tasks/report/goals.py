@@ -56,12 +56,12 @@ def goal_results(results: Results) -> list[GoalResult]:
 
 
 def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
-    amounts = {candidate.keep: _amount(results, goal, candidate) for candidate in results.of(recipe)}
+    amounts = {candidate.keep: _amount(results, goal, candidate.name) for candidate in results.of(recipe)}
     meeting = [candidate for candidate in results.of(recipe) if amounts[candidate.keep] <= _limit(goal) + ROUNDING]
     choose = results.best if goal.largest_drop is None else results.smallest
     candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
-    known = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _dense_amount(results, goal)}
-    keep = closer(known, _limit(goal), linear=goal.largest_drop is None)
+    with_dense = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _amount(results, goal, "dense")}
+    keep = closer(with_dense, _limit(goal), linear=goal.largest_drop is None)
     return GoalResult(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
 
 
@@ -72,18 +72,13 @@ def _limit(goal: Goal) -> float:
     return 1 / goal.speedup if goal.speedup is not None else float(goal.bytes or 0)
 
 
-def _amount(results: Results, goal: Goal, candidate: CandidateResults) -> float:
-    """Return the quantity that the goal limits: drop of the metric, time ÷ the original model's time, or bytes."""
+def _amount(results: Results, goal: Goal, name: str) -> float:
+    """Return what the goal limits, for a candidate or `dense`: drop of the metric, time ÷ the original's, or bytes."""
     if goal.largest_drop is not None:
-        return results.metric.worse_by(candidate.evaluation.validation.metric, results.dense.validation.metric)
-    run = way(results, candidate.name, goal.runtime)
+        scores = results.dense if name == "dense" else results.named(name).evaluation
+        return results.metric.worse_by(scores.validation.metric, results.dense.validation.metric)
+    run = way(results, name, goal.runtime)
     return 1 / _speedup(run) if goal.speedup is not None else run.bytes
-
-
-def _dense_amount(results: Results, goal: Goal) -> float:
-    if goal.largest_drop is not None:
-        return 0.0
-    return 1.0 if goal.speedup is not None else way(results, "dense", goal.runtime).bytes
 
 
 def _speedup(run: Way) -> float:
@@ -168,7 +163,7 @@ def goal_text(goal: Goal) -> str:
 
 def _result(results: Results, result: GoalResult) -> str:
     goal, candidate = result.goal, result.candidate
-    amount = _amount(results, goal, candidate)
+    amount = _amount(results, goal, candidate.name)
     if goal.largest_drop is not None:
         ends, metric = results.validation_difference(candidate), candidate.evaluation.validation.metric
         low, high = (ends.low, ends.high) if results.metric.lower_is_better else (-ends.high, -ends.low)

@@ -10,7 +10,9 @@ def count(value: float) -> str:
     """Format a number with three digits and a metric prefix: 22.7 M."""
     for size, unit in _UNITS:
         if value >= size * 0.9995:  # 999.6 k is shown as 1.00 M, not as 1000 k
-            return f"{_three_digits(value / size)}{_GAP}{unit}"
+            digits = value / size
+            decimals = 2 if digits < 9.995 else 1 if digits < 99.95 else 0
+            return f"{digits:.{decimals}f}{_GAP}{unit}"
     return f"{value:.0f}"
 
 
@@ -61,16 +63,6 @@ def _signed(value: float, size: float) -> str:
     return digits if not float(digits.replace(",", "")) else f"{'-' if value < 0 else '+'}{digits}"
 
 
-def rank(average: float) -> str:
-    """Format a mean rank with one decimal."""
-    return f"{average:,.1f}"
-
-
 def counted(number: int, thing: str) -> str:
     """Format a number of things, with a plural s: 1 target, 2 targets."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def _three_digits(value: float) -> str:
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f}"

@@ -25,11 +25,7 @@ from tasks.runtime.templates import template
 
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
-    """Return the page as HTML, with all names and numbers escaped.
-
-    Args:
-        cards: candidate → its model card.
-    """
+    """Return the page as HTML, with all names and numbers escaped. `cards` are the model cards of the candidates."""
     meanings = captions()
     script = Path(__file__).with_name("page.js").read_text()
     return template(Path(__file__).with_name("page.html.j2")).render(

@@ -103,9 +103,7 @@ def curves_svg(results: Results) -> Markup:
 def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> dict[str, Markup]:
     """Draw the measures recorded in training curves, one plot per recipe that has any.
 
-    Args:
-        curve: `search_curve` for shaping and rank search, which also get a panel with the task loss; `curve` for
-            recovery.
+    Shaping and rank search (`search_curve`) also get a panel with the task loss.
     """
     plots = {}
     for recipe in results.recipes:
@@ -154,17 +152,14 @@ def _tradeoff(results: Results) -> Figure:
 
 
 def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
-    """Set limits and scale of the y axis, so that it shows all recovered metrics and `more`.
+    """Set limits and scale of the y axis, so that it shows all recovered metrics and `more`; return its label.
 
     The scale is linear, or a `ScaleOfDense` if the values span more than a factor of ten.
-
-    Returns:
-        The label of the axis.
     """
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.metric_of(DENSE)
     values = [dense, results.metric_of(CONTROL), *(candidate.recovered for candidate in results.candidates), *more]
-    if results.spans_decades(values):
+    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
         scale = ScaleOfDense(dense)
         limits = scale.limits(values)
         axes.set_ylim(*limits)  # set first, because ScaleOfDense cannot show values ≤ 0, which a linear axis may have
@@ -260,10 +255,10 @@ def _costs_of(results: Results) -> Iterator[tuple[str, Callable[[CandidateResult
     yield "multiply-accumulates per token", lambda candidate: candidate.evaluation.size.macs_per_token, count
     for shape in results.candidates[0].benchmark.latency["candidate"]["torch"]:
         title = f"time at {shape.replace('x', ' × ')} ÷ the original’s"
-        yield title, partial(_time, shape), tick_text
+        yield title, partial(_relative_time, shape), tick_text
 
 
-def _time(shape: str, candidate: CandidateResults) -> float:
+def _relative_time(shape: str, candidate: CandidateResults) -> float:
     return 1 / candidate.benchmark.latency["candidate"]["torch"][shape].of_torch.median
 
 
@@ -272,11 +267,7 @@ def _grid(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with a grid of panels. Axes beyond the number of panels come last and are hidden.
 
-    Args:
-        height: height of a row, in inches.
-        columns: panels in a row; chosen by their number if None.
-        margin: additional height of the figure, in inches.
-        shared: arguments of `subplots`, such as sharex.
+    The figure is as high as its rows and a margin, in inches. `shared` are arguments of `subplots`, such as sharex.
     """
     columns = columns or (2 if panels == 4 else min(_COLUMNS, panels))
     rows = math.ceil(panels / columns)

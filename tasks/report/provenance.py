@@ -20,12 +20,22 @@ def provenance(results: Results) -> dict[str, str]:
     seed, trainer = schema.section("seed", schema.Seed), schema.section("trainer", schema.Trainer)
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     parts = ", ".join(f"{count(amount)} in {name}" for name, amount in results.census.rows)
+    dtype = "" if model.dtype == "float32" else f", in {model.dtype}"
+    original = (
+        f"The base model fine-tuned on the task: {teacher.epochs:g} × the training split, batches of "
+        f"{teacher.batch_size} examples, peak learning rate {teacher.learning_rate:g}, seed {seed}."
+        if teacher.epochs
+        else "The base model as it is."
+    )
+    precision = "in mixed precision (bf16)" if trainer.precision else ""
+    processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
+    ways = ", ".join(filter(None, (precision, processes)))
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test examples, "
         f"the same for every model; {cut(data)}.",
-        "Base model": base(model) + _in(model.dtype),
-        "Original model": _training(teacher, seed),
-        **_machines(trainer),
+        "Base model": base(model) + dtype,
+        "Original model": original,
+        **({"Trainings": f"All {ways}."} if ways else {}),
         "Recovery": f"Each factorized model is fine-tuned on the task with seed {seed} as its recipe says{search}.",
         "Parameters": f"The original model has {results.dense.size.model_parameters:,}: {parts}.",
         "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."
@@ -52,27 +62,6 @@ def cut(data: schema.Data) -> str:
     if task_class(data.task).running_text:
         return f"each a block of {data.max_length} tokens of the text"
     return f"texts are cut to {data.max_length} tokens"
-
-
-def _in(dtype: str) -> str:
-    return "" if dtype == "float32" else f", in {dtype}"
-
-
-def _machines(trainer: schema.Trainer) -> dict[str, str]:
-    """Describe how training ran, if it was in mixed precision or in several processes."""
-    precision = "in mixed precision (bf16)" if trainer.precision else ""
-    processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
-    ways = ", ".join(filter(None, (precision, processes)))
-    return {"Trainings": f"All {ways}."} if ways else {}
-
-
-def _training(teacher: schema.Training, seed: int) -> str:
-    if not teacher.epochs:
-        return "The base model as it is."
-    return (
-        f"The base model fine-tuned on the task: {teacher.epochs:g} × the training split, batches of "
-        f"{teacher.batch_size} examples, peak learning rate {teacher.learning_rate:g}, seed {seed}."
-    )
 
 
 def recipes_yaml(names: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ from tasks.artifacts.results_schema import (
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import Choice, Limits, Measured, Promotion, best_first, choose, smallest_first
+from tasks.report.choose_candidate import Choice, Limits, Measured, Promotion, best_first, choose
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring import trivial_baseline
 from tasks.scoring.bootstrap import Interval, interval, resampled, standard_error
@@ -232,7 +232,9 @@ class Results:
     def smallest(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
         """Return the smallest candidate, with the best validation metric in a tie; None if there are none."""
         return min(
-            candidates, key=lambda model: smallest_first(self.measured[model.name], self.task.metric), default=None
+            candidates,
+            key=lambda model: best_first(self.measured[model.name], self.task.metric)[::-1],  # fewest parameters first
+            default=None,
         )
 
     def named(self, name: str) -> CandidateResults:
@@ -251,25 +253,15 @@ class Results:
 
         return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
 
-    def is_best(self, candidate: CandidateResults) -> bool:
-        """Whether no candidate at the same keep has a better test metric."""
-        return candidate.recovered == self.at(candidate.keep)[0].recovered
-
-    def rivals(self, candidate: CandidateResults) -> list[CandidateResults]:
-        """Return the candidates at the same keep with a different test metric, but no significant difference."""
-        others = [other for other in self.at(candidate.keep) if other.recovered != candidate.recovered]
-        return [other for other in others if not self.gain(candidate.after, other.after)]
-
     def metric_of(self, model: ScoredModel) -> float:
-        """Return the test metric of the original model, the control or the trivial baseline."""
+        """Return the test metric of a model that was scored in torch."""
         if model == TRIVIAL:
             return self.dense.trivial
-        return (self.dense if model == DENSE else self.dense.control).score.metric
-
-    def spans_decades(self, metrics: Iterable[float]) -> bool:
-        """Whether `metrics` differ too much for a linear scale: by more than a factor of ten."""
-        values = list(metrics)
-        return not self.metric.bounded and max(values) > 10 * min(values) > 0
+        if model in (DENSE, CONTROL):
+            return (self.dense if model == DENSE else self.dense.control).score.metric
+        name, step = model
+        metric: float = getattr(self.named(name), step)
+        return metric
 
     def retained(self, metric: float, reference: ScoredModel) -> float | None:
         """Return `metric` ÷ the reference's metric, inverted if lower is better; None if that would be misleading."""
@@ -286,7 +278,6 @@ def load_results() -> Results:
     keeps, exported = schema.keeps(), schema.exported()
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
-    candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
     layers = _read(TARGETS, Targets, "importance")
     results = Results(
         name=study.name,
@@ -300,8 +291,11 @@ def load_results() -> Results:
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         control=schema.section("study.control", str),
         control_curve=_read_curve(CONTROL_CURVE, "control"),
-        candidates=candidates,
-        exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
+        candidates=tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps),
+        exports={
+            name: _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
+            for name in (["dense", *exported] if exported else [])
+        },
         limits=schema.section("promotion", Promotion),
         resampled={},
         validated={},
@@ -333,10 +327,6 @@ def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark])
     )
 
 
-def _read_exports(name: str) -> Exports:
-    return _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
-
-
 def _export_command(name: str) -> str:
     return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
 
@@ -344,12 +334,11 @@ def _export_command(name: str) -> str:
 def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
     """Load the per-example results of all models, and check that each has the expected number of examples."""
     count = (results.dense.score if split == "test" else results.dense.validation).rows
-    commands = {
-        candidate.name: f"evaluate {_options(candidate.recipe, candidate.keep)}" for candidate in results.candidates
-    }
+    commands = {"dense": "dense"}
+    commands |= {each.name: f"evaluate {_options(each.recipe, each.keep)}" for each in results.candidates}
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     by_model: dict[ScoredModel, pd.DataFrame] = {}
-    for name, command in {"dense": "dense", **commands}.items():
+    for name, command in commands.items():
         for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
             by_model[name, str(model)] = rows
             if len(rows) != count:
@@ -358,13 +347,7 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results in one file.
-
-    Args:
-        workspace: folder of the study.
-        name: name of a candidate, or `dense` for the original model, the control and the trivial baseline.
-        command: the stage that makes the file, for error messages.
-    """
+    """Load the per-example results in one file (see `rows_file`). Error messages name `command`, which makes it."""
     path = rows_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
@@ -410,20 +393,21 @@ def _check(results: Results) -> None:
     """Check that all files belong to one run: they have the same targets and the same number of test examples."""
     names = {target.name for target in results.targets}
     for candidate in results.candidates:
-        name, evaluation, options = candidate.name, candidate.evaluation, _options(candidate.recipe, candidate.keep)
-        if names != set(candidate.decision.ranks):
-            raise StageError(
-                f"{decision_file(name)} ranks other targets than {TARGETS} has: "
-                f"run `python -m tasks.search {options}` again"
-            )
-        if names != set(evaluation.targets):
-            raise StageError(
-                f"{EVALUATIONS / name}.json measures other targets than {TARGETS} has: "
-                f"run `python -m tasks.evaluate {options}` again"
-            )
+        evaluation, file = candidate.evaluation, EVALUATIONS / f"{candidate.name}.json"
         scores = filter(None, (evaluation.shaped, evaluation.factorized, evaluation.recovered))
-        if {score.rows for score in scores} != {results.dense.score.rows}:
-            raise StageError(
-                f"{EVALUATIONS / name}.json and {DENSE_METRICS} count different test examples: "
-                f"run `python -m tasks.evaluate {options}` again"
-            )
+        for fits, message, stage in (
+            (
+                names == {*candidate.decision.ranks},
+                f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has",
+                "search",
+            ),
+            (names == {*evaluation.targets}, f"{file} measures other targets than {TARGETS} has", "evaluate"),
+            (
+                {score.rows for score in scores} == {results.dense.score.rows},
+                f"{file} and {DENSE_METRICS} count different test examples",
+                "evaluate",
+            ),
+        ):
+            if not fits:
+                command = f"{stage} {_options(candidate.recipe, candidate.keep)}"
+                raise StageError(f"{message}: run `python -m tasks.{command}` again")

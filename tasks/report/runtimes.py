@@ -56,32 +56,23 @@ def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime)
 
 def runtime_rows(results: Results) -> list[Row]:
     """Return the table for the page and the terminal."""
-    return [Row(way.model, _cells(results, way)) for way in ways(results)]
-
-
-def _cells(results: Results, way: Way) -> dict[str, Cell]:
-    return {
-        "runtime": Cell(TITLES[way.runtime]),
-        results.metric.title: cell(way.metric, score, _difference(results, way)),
-        "size": cell(way.bytes, size),
-        **{
-            shape.replace("x", " × "): _speed(latency, way.model == "dense") for shape, latency in way.latencies.items()
-        },
-    }
-
-
-def _speed(latency: Latency, is_dense: bool) -> Cell:
-    """Return a cell with the speedup over the original model in torch, and, below it, in the same runtime."""
-    torch, same = latency.of_torch, latency.of_same
-    of_same = "" if is_dense else f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
-    return cell(torch.median, times, times_between(torch.low, torch.high) + of_same)
-
-
-def _difference(results: Results, way: Way) -> str:
-    if way.scored == DENSE:
-        return ""
-    ends = results.difference(way.scored, DENSE)
-    return between(ends.low, ends.high, way.metric)
+    rows = []
+    for run in ways(results):
+        ends = results.difference(run.scored, DENSE)
+        difference = "" if run.scored == DENSE else between(ends.low, ends.high, run.metric)
+        cells = {
+            "runtime": Cell(TITLES[run.runtime]),
+            results.metric.title: cell(run.metric, score, difference),
+            "size": cell(run.bytes, size),
+        }
+        for shape, latency in run.latencies.items():
+            torch, same = latency.of_torch, latency.of_same
+            below = times_between(torch.low, torch.high)
+            if run.model != "dense":
+                below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
+            cells[shape.replace("x", " × ")] = cell(torch.median, times, below)
+        rows.append(Row(run.model, cells))
+    return rows
 
 
 def runtimes_csv(results: Results) -> str:

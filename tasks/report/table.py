@@ -14,7 +14,7 @@ from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME, Size, Tim
 from tasks.nlp_tasks import kind_of
 from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
-from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
+from tasks.report.numbers import between, count, percent, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import TITLES, runtime_rows, ways
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
@@ -138,7 +138,7 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
 def row(results: Results, candidate: CandidateResults) -> Row:
     """Return the row of a candidate, for the page and the terminal."""
     best = results.at(candidate.keep)[0]
-    mark = "*" if results.is_best(candidate) else "≈" if candidate in results.rivals(best) else ""
+    mark = "*" if candidate.recovered == best.recovered else "" if results.gain(best.after, candidate.after) else "≈"
     return _row(results, entry(candidate), mark)
 
 
@@ -153,30 +153,22 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
     if results.searches_trained:
         cells[STEPS] = cell(model.steps, "{:,}".format)
     if results.has_shaped:
-        ranks = "" if model.average_rank is None else f"rank {rank(model.average_rank)} of {rank(results.full_rank)}"
+        ranks = "" if model.average_rank is None else f"rank {model.average_rank:,.1f} of {results.full_rank:,.1f}"
         cells["shaped"] = cell(model.shaped, score, ranks)
     cells |= {
         "factorized": cell(model.factorized, score),
         "recovered": cell(model.metric, score),
         "of dense": _compared(results, model, DENSE),
         "of control": _compared(results, model, CONTROL),
-        **_costs(results, model),
-        "speed": _speedup(model.speedup),
+        "target parameters": _relative(model.target_parameters, results.target_parameters, count),
     }
-    return Row(model.name, cells, mark)
-
-
-def _costs(results: Results, model: Entry) -> dict[str, Cell]:
-    """Return a cell for each cost, with its share of the original model's cost."""
-    costs = (
+    for head, name, text in (
         ("model parameters", "model_parameters", count),
         ("MACs per token", "macs_per_token", count),
         ("size", "bytes", size),
-    )
-    cells = {"target parameters": _relative(model.target_parameters, results.target_parameters, count)}
-    for head, name, text in costs:
+    ):
         cells[head] = _relative(getattr(model.size, name, None), getattr(results.dense.size, name), text)
-    return cells
+    return Row(model.name, {**cells, "speed": _speedup(model.speedup)}, mark)
 
 
 def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell:
@@ -244,24 +236,24 @@ def _candidates(results: Results) -> Table:
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
     first = reference_rows(results)
-    if STEPS in first[0].cells:
+    before = [head for head in (STEPS, "shaped", "factorized") if head in first[0].cells]
+    if STEPS in before:
         table.add_column("steps before\nfactorization", justify="right")
-    shaped = ("shaped",) if "shaped" in first[0].cells else ()
-    heads = (*shaped, "factorized", "recovered", "of dense", "difference", "of control", "difference")
-    for name in (*heads, "targets", "model", "MACs", "speedup"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = [head for head in before if head != STEPS]
+    heads += ["recovered", "of dense", "difference", "of control", "difference", "targets", "model", "MACs", "speedup"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     for group in (first, *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps)):
         for line in group:
-            table.add_row(*_texts(line))
+            cells = line.cells
+            compared = [text for head in ("of dense", "of control") for text in (cells[head].value, cells[head].below)]
+            table.add_row(
+                line.name,
+                *(cells[head].value for head in before),
+                f"{cells['recovered'].value} {line.mark or ' '}",
+                *compared,
+                *(cells[head].below for head in ("target parameters", "model parameters", "MACs per token")),
+                cells["speed"].value,
+            )
         table.add_section()
     return table
-
-
-def _texts(row: Row) -> Iterator[str]:
-    yield row.name
-    yield from (row.cells[head].value for head in (STEPS, "shaped", "factorized") if head in row.cells)
-    yield f"{row.cells['recovered'].value} {row.mark or ' '}"
-    for head in ("of dense", "of control"):
-        yield from (row.cells[head].value, row.cells[head].below)
-    yield from (row.cells[head].below for head in ("target parameters", "model parameters", "MACs per token"))
-    yield row.cells["speed"].value

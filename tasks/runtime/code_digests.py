@@ -55,11 +55,7 @@ class StageCode:
     """Import graph of the present code, and digests of the code that each stage can run."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """Read the imports of all code.
-
-        Args:
-            parameters: the resolved parameters, which name the methods and the NLP task that stages use.
-        """
+        """Read the imports of all code. The resolved parameters name the methods and the NLP task that stages use."""
         self._graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
         self._parameters = parameters
         folders = code_folders()

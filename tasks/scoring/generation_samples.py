@@ -17,9 +17,7 @@ _COUNT = 3  # texts: enough to judge a model, and few enough to read
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
     """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modelling.
 
-    Args:
-        tokens: number of tokens of each beginning, and largest number of generated tokens. At most half a block is
-            used, so that the model has positions for both.
+    Beginning and continuation have `tokens` tokens, but at most half a block, so that the model has positions for both.
     """
     task = load_task()
     kind, tokens = kind_of(task), min(tokens, task.max_length // 2)

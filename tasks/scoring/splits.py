@@ -35,14 +35,13 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def all_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, known: Scored | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
 ) -> tuple[Scores, Rows]:
     """Return all scores of a model that may be promoted, and its per-example results.
 
-    Args:
-        known: the score on the test split, if it was computed before.
+    `scored` is its score on the test split, if it was computed before.
     """
-    test, settings = known or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
+    test, settings = scored or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
     validation = score_on("validation", model, tokenizer, name)
     scores = Scores(
         score=test.score,
@@ -60,11 +59,9 @@ def same_weights(before: Path, after: Path) -> bool:
 
 
 def write_rows(name: str, models: Mapping[str, Rows]) -> None:
-    """Save the per-example results of several models in one file, with the added columns `model` and `split`.
+    """Save the per-example results of models such as `recovered` in one file, with columns `model` and `split`.
 
-    Args:
-        name: name of a candidate, or `dense`.
-        models: name of a model (such as `recovered`) → its results.
+    `name` is that of a candidate, or `dense`.
     """
     path = rows_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)

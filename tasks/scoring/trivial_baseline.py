@@ -15,7 +15,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.scoring.bootstrap import Interval
 
 TRIVIAL = "trivial"
-"""Name of the baseline in the file of per-example results of the dense model."""
+"""Name of the baseline in the file of per-example results of the original model."""
 
 _TINY = 0.1  # (choice) smallest `share_learned` of a model that has learned its task
 
@@ -24,9 +24,6 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
     """Return (dense - trivial) / (perfect - trivial): 0 for a model like the trivial baseline, 1 for a perfect one.
 
     A perplexity is replaced by its logarithm, the loss. The result is 0 if the baseline is perfect.
-
-    Args:
-        dense, trivial: the metric of the dense model and of the baseline.
     """
     if METRICS[task.metric].bounded:
         return (dense - trivial) / (1 - trivial) if trivial < 1 else 0.0
@@ -34,12 +31,9 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:
-    """Return a warning if the dense model is hardly or not significantly better than the baseline, else None.
+    """Return a warning if the original model is hardly or not significantly better than the baseline, else None.
 
-    Args:
-        dense, trivial: the metric of the dense model and of the baseline.
-        difference: interval of dense - trivial.
-        rows: number of test examples.
+    `difference` is the interval of dense - trivial on `rows` test examples.
     """
     metric, share = METRICS[task.metric], share_learned(task, dense, trivial)
     is_above = (-difference.sign if metric.lower_is_better else difference.sign) > 0

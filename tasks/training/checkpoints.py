@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eckart.training.rules import Rule
@@ -100,24 +99,15 @@ def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settin
     digest.update(model.config.to_json_string().encode())
     for rule in rules:
         digest.update(f"{type(rule).__name__} {rule.settings!r}".encode())
-    for part in (*_code(), *_values(model)):
-        digest.update(part)
+    for folder in code_folders().values():
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     sink = pa.BufferOutputStream()
     table = data.data.table
     with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as stream:
         stream.write_table(table.replace_schema_metadata())
     digest.update(sink.getvalue())
     return digest.hexdigest()
-
-
-def _code() -> Iterator[bytes]:
-    """Yield the source files of `eckart` and `tasks`."""
-    for folder in code_folders().values():
-        for file in sorted(folder.rglob("*.py")):
-            yield file.read_bytes()
-
-
-def _values(model: nn.Module) -> Iterator[bytes]:
-    for name, value in sorted(model.state_dict().items()):
-        yield name.encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

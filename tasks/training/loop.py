@@ -81,9 +81,12 @@ def train(
     if not steps:
         _finish(model, rules)
         return 0
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch_size % processes:
+        raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
     settings: dict[str, Any] = {
         "max_steps": steps,
-        "per_device_train_batch_size": _per_process(batch_size),
+        "per_device_train_batch_size": batch_size // processes,
         "learning_rate": learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
         "warmup_steps": math.ceil(warmup * steps),
@@ -115,14 +118,6 @@ def train(
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")
     return trainer.state.global_step
-
-
-def _per_process(batch_size: int) -> int:
-    """Return the number of examples that each process takes in a step."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if batch_size % processes:
-        raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
-    return batch_size // processes
 
 
 def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:

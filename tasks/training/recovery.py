@@ -39,10 +39,7 @@ def recover(
 
     Args:
         curve: file of the training curve.
-        recovery: the method of training.
         residual: method that prunes a residual during the first training; None if the model has no residual.
-        targets: the target layers.
-        keep: parameter ratio of the targets.
         storage: the form in which factors are saved; they are trained as factors in any case.
         source: folder of the dense model whose weights were factorized.
     """
@@ -69,12 +66,12 @@ def recover(
     )
     with explained(), output(to) as folder:
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        done = 0
+        steps = 0
         for training in recovery.trainings.values():
-            rules = [residual.rule(problem, training.steps)] if residual and not done else []
+            rules = [residual.rule(problem, training.steps)] if residual and not steps else []
             rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
             options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
-            done += train(model, collate, data, curve, **options, rules=rules, before=done)
+            steps += train(model, collate, data, curve, **options, rules=rules, before=steps)
         if storage == "pivoted":
             pivot(model)
         hf_format.save(model, folder)

@@ -148,13 +148,19 @@ class TestSummary:
 
     def test_rows_have_the_numbers_of_the_results(self, tmp_path: Path) -> None:
         """Recovered are 0.65 and 0.66, dense and control 0.8; of two targets one is dense and one has rank 2 of 10."""
-        rows, _ = summary.collect({7: finished(tmp_path / "study")})
+        root = finished(tmp_path / "study")
+        (root / SECONDS).parent.mkdir()
+        seconds = {"search@b-0.5": 1, "factorize@b-0.5": 2, "finetune@b-0.5": 4, "evaluate@b-0.5": 8, "control": 16}
+        (root / SECONDS).write_text(json.dumps({**seconds, "finetune@a-0.5": 32}))
+        rows, _ = summary.collect({7: root})
         assert rows[CANDIDATE].apply(tuple, axis=1).tolist() == [CONTROL, ("a", "0.5"), ("b", "0.5")]
         assert set(rows.seed) == {7}
         assert rows.recovered.tolist() == [0.8, 0.65, 0.66]
         assert rows.of_dense.tolist() == pytest.approx([1, 0.65 / 0.8, 0.66 / 0.8])
         assert rows.target_share.tolist() == [1, 0.7, 0.7]
         assert rows.model_share.tolist() == [1, 0.7, 0.7]
+        # Those of a candidate's stages, where all are known; the control has one training.
+        assert rows.set_index(CANDIDATE).seconds.dropna().to_dict() == {CONTROL: 16, ("b", "0.5"): 7}
 
     def test_examples_are_resampled_together_for_all_seeds(self, tmp_path: Path) -> None:
         """Two seeds that err on other examples: their mean is steadier than that of one seed twice."""
@@ -180,16 +186,6 @@ class TestSummary:
         assert (tmp_path / "new/two.md").read_text() == text
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
         assert (tmp_path / "new/two.pairs.csv").read_text() == "keep\n1\n"
-
-    def test_the_seconds_of_a_candidate_are_those_of_its_stages(self, tmp_path: Path) -> None:
-        """The control has one training; where the time of a stage is not known, there is none."""
-        root = finished(tmp_path / "study")
-        assert summary.collect({0: root})[0].seconds.isna().all()
-        known = {"search@b-0.5": 1, "factorize@b-0.5": 2, "finetune@b-0.5": 4, "evaluate@b-0.5": 8, "control": 16}
-        (root / SECONDS).parent.mkdir()
-        (root / SECONDS).write_text(json.dumps({**known, "finetune@a-0.5": 32}))
-        seconds = summary.collect({0: root})[0].set_index(CANDIDATE).seconds
-        assert seconds.dropna().to_dict() == {CONTROL: 16, ("b", "0.5"): 7}
 
     def test_trials_are_listed_with_what_was_chosen(self) -> None:
         tried = (Trial("a", {}, 0.5, False), Trial("a", {"recovery": {"steps": 9}, "sequential": 1}, 0.75, True))

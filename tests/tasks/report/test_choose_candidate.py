@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.report.choose_candidate import Gate, Limits, Measured, best_first, choose, gates, short, smallest_first
+from tasks.report.choose_candidate import Gate, Limits, Measured, choose, gates, short
 
 WANTED = Limits(largest_drop=0.01, keep=0.5, least_speedup=1.2, standard_errors=0.0)
 CANDIDATE = Measured(metric=0.84, teacher=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
@@ -59,15 +59,12 @@ class TestGates:
     def test_what_is_no_metric_knows_no_chance(self, changes: dict[str, float], refusal: tuple[str, ...]) -> None:
         assert refusals(wanting(standard_errors=5.0), **changes) == [refusal]
 
-    def test_every_number_that_failed_is_named(self) -> None:
-        results = gates(dataclasses.replace(CANDIDATE, metric=0.1, keep=0.9, speedup=0.5), "accuracy", WANTED)
-        assert len(refused(results)) == 3
-
     def test_what_is_null_is_not_asked_for(self) -> None:
         assert not refusals(wanting(keep=None, least_speedup=None), keep=0.9, speedup=0.5)
 
     @pytest.mark.parametrize(
-        ("errors", "drop", "passes"), [(0.0, 0.011, False), (0.5, 0.016, True), (0.5, 0.017, False), (1.0, 0.02, True)]
+        ("errors", "drop", "passes"),
+        [(0.0, 0.011, False), (0.5, 0.016, True), (0.5, 0.017, False), (1.0, 0.02, True), (1.0, 0.021, False)],
     )
     def test_a_drop_closes_the_gate_where_its_excess_is_beyond_chance(
         self, errors: float, drop: float, passes: bool
@@ -81,25 +78,13 @@ class TestGates:
         assert short(min(0.012 * errors, 0.01)) in said(gate.words)
         assert bool(gate.by_chance) is passes
 
-    def test_chance_excuses_no_more_than_the_limit_once_more(self) -> None:
-        """However few the rows."""
-        vague = dataclasses.replace(CANDIDATE, metric=0.842 - 0.021, standard_error=0.2)
-        assert [name for name, *_ in refused(gates(vague, "accuracy", wanting(standard_errors=1.0)))] == [
-            "drop from the original"
-        ]
-
     def test_a_higher_perplexity_than_the_teacher_s_is_a_drop(self) -> None:
         wanted = wanting(largest_drop=1.0, standard_errors=1.0)
         over = dataclasses.replace(PERPLEXITY, metric=21.3, teacher=20.1, standard_error=0.1)
         assert [name for name, *_ in refused(gates(over, "perplexity", wanted))] == ["drop from the original"]
         assert not refused(gates(dataclasses.replace(over, metric=21.1), "perplexity", wanted))
         assert not refused(gates(dataclasses.replace(over, standard_error=0.2), "perplexity", wanted))
-
-    def test_a_lower_perplexity_than_the_teacher_s_passes_any_limit(self) -> None:
-        better = dataclasses.replace(PERPLEXITY, metric=18.1, teacher=20.1)
-        drop = gates(better, "perplexity", wanting(largest_drop=0.0))[0]
-        assert drop.passed
-        assert drop.value == pytest.approx(-2)
+        assert not refused(gates(dataclasses.replace(over, metric=18.1), "perplexity", wanting(largest_drop=0.0)))
 
     def test_a_gate_as_a_row_of_a_table(self) -> None:
         assert Gate("keep", 0.4853, 0.5, True, "", "too large").row == ("keep", "0.4853", "at most 0.5", "passed")
@@ -168,15 +153,3 @@ class TestChoice:
             "slow": ["speed-up"],
             "large": ["keep"],
         }
-
-    def test_each_order_breaks_ties_by_the_other(self) -> None:
-        small, best = dataclasses.replace(CANDIDATE, parameters=3), dataclasses.replace(CANDIDATE, metric=0.9)
-        both = dataclasses.replace(CANDIDATE, metric=0.9, parameters=3)
-        models = [CANDIDATE, small, best, both]
-        assert sorted(models, key=lambda measured: best_first(measured, "accuracy")) == [both, best, small, CANDIDATE]
-        assert sorted(models, key=lambda measured: smallest_first(measured, "accuracy")) == [
-            both,
-            small,
-            best,
-            CANDIDATE,
-        ]

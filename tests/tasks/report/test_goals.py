@@ -67,6 +67,7 @@ def test_what_is_out_of_reach_ends_the_search() -> None:
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two recipes at two keeps, whose bytes, parameters and validation metrics grow with the keep."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tasks.scoring.bootstrap.RESAMPLES", 200)  # ten times as fast
     make_study(["one", "two"], [0.5, 0.25], TARGETS)
     for path in Path("reports/evaluate").glob("*.json"):
         keep = float(path.stem.partition("-")[2])
@@ -90,6 +91,7 @@ def test_of_a_drop_the_smallest_is_chosen_and_of_bytes_the_best(workspace: Path)
     dense = load_results().dense.validation.metric
     ask(largest_drop=max(dense - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")))
     assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "one"] == ["one-0.25"]
+    assert load_results().smallest([]) is None
     ask(bytes=max(amounts_of(name)[1] for name in ("two-0.5", "two-0.25")))
     assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "two"] == ["two-0.5"]
 
@@ -115,6 +117,8 @@ def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
     fastest = max(("one-0.5", "one-0.25"), key=lambda name: amounts_of(name)[2])
     assert amounts_of(found[0].candidate.name)[2] == amounts_of(fastest)[2]
     assert found[0].candidate.name in goal_rows(load_results())[0].cells["candidate"].value
+    compare()
+    assert page().count('scope="row">speedup 1000.00 ×<') == 2
 
 
 def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
@@ -135,12 +139,6 @@ def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(wo
         assert (metric.value, metric.below) == (score(0.4), between(ends.low, ends.high, 0.4))
     ask(speedup=2.0, runtime="onnx")
     assert not any(one.met for one in goal_results(load_results()))
-
-
-def test_goals_are_on_the_page(workspace: Path) -> None:
-    ask(bytes="1 MB")
-    compare()
-    assert page().count('scope="row">at most 1.00 MB<') == 2
 
 
 def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: Path) -> None:
@@ -171,11 +169,8 @@ def test_nothing_runs_without_a_goal(workspace: Path) -> None:
     "goal",
     [
         {},
-        {"runtime": "int8"},
         {"speedup": 2.0, "bytes": 5},
-        {"keep": 0.5},
         {"bytes": "much"},
-        {"speedup": None},
         {"largest_drop": 0.1, "runtime": "int8"},
         {"bytes": 5, "runtime": "tflite"},
     ],

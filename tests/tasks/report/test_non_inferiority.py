@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, statistics
 from tasks.report.results import CONTROL, DENSE, load_results
-from tests.tasks.report.test_compare import edit, make_candidate, make_perplexities, make_study, score, write_dense
+from tests.tasks.report.test_compare import edit, make_candidate, make_perplexities, make_study, write_dense
 
 MARGIN = st.floats(0.001, 0.1)
 
@@ -115,13 +115,3 @@ def test_of_a_perplexity_the_worse_end_is_the_higher(workspace: Path) -> None:
     assert better.low <= better.gain
     for beyond, holds in ((1e-6, True), (-1e-6, False)):
         assert statistics(found, found.candidates[1], DENSE, -worse.low + beyond).interval_holds is holds
-
-
-def test_of_equally_small_ones_the_best_on_validation_rows(workspace: Path) -> None:
-    make_study(["svd", "kfac"], [0.5], ["map"])
-    edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
-    found = load_results()
-    best = found.smallest(found.candidates)
-    assert best is not None
-    assert best.name == "svd-0.5"
-    assert found.smallest([]) is None

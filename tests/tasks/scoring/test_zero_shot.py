@@ -73,10 +73,6 @@ def test_the_likelier_answer_is_the_model_s() -> None:
     assert set(found["piqa"]) == {"acc", "acc_norm"}
 
 
-def test_no_task_asks_nothing() -> None:
-    assert zero_shot(model(), tiny_tokenizer(), [], 2) == {}
-
-
 def test_an_unknown_task_is_an_error_that_names_it() -> None:
     with pytest.raises(StageError, match=r"no_such_task.*`lm-eval ls tasks`"):
         zero_shot(model(), tiny_tokenizer(), ["no_such_task"], 2)

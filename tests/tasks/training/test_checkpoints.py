@@ -81,13 +81,15 @@ def steps_taken(output: str) -> int:
 
 def test_a_killed_training_resumes_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     whole, curve = trained(Kill()), CURVE.read_text()
-    for step in (2, 11, 20):
+    for step in (2, 20):
         killed(step)
+        assert list(CHECKPOINTS.rglob("digest"))
         CURVE.unlink()  # as DVC does before it runs a stage
         capsys.readouterr()
         assert trained(Kill()) == whole
         assert CURVE.read_text() == curve
         assert step - 2 <= steps_taken(capsys.readouterr().out) <= step
+        assert not list(CHECKPOINTS.rglob("*.safetensors"))
 
 
 def pruned_and_taught(kill: int | None) -> bytes:
@@ -116,26 +118,18 @@ def test_pruning_and_distillation_resume_to_the_same_bytes(capsys: pytest.Captur
     assert steps_taken(capsys.readouterr().out) == 10
 
 
-def test_no_checkpoint_outlives_its_training() -> None:
-    killed(10)
-    assert list(CHECKPOINTS.rglob("digest"))
-    trained(Kill())
-    assert not list(CHECKPOINTS.rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("changes", [{"learning_rate": 2e-3}, {"steps": 23}, {"data": rows().select(range(50))}])
+@pytest.mark.parametrize("changes", [{"learning_rate": 2e-3}, {"data": rows().select(range(50))}])
 def test_other_settings_or_data_start_anew(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    killed(10)
+    killed(4)
     trained(Kill(), **changes)
     assert steps_taken(capsys.readouterr().out) == 0
 
 
 def test_an_incomplete_checkpoint_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = trained(Kill())
-    killed(10)
+    killed(4)
     for file in CHECKPOINTS.rglob("digest"):
         file.unlink()
-    assert trained(Kill()) == whole
+    trained(Kill())
     assert steps_taken(capsys.readouterr().out) == 0
 
 

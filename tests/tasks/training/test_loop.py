@@ -41,27 +41,20 @@ def weights(model: PreTrainedModel) -> bytes:
     return save(dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 19, 20, 21, 39, 45])
-def test_a_curve_ends_at_the_last_step(curve: Path, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 20, 21, 39])
+def test_a_curve_has_twenty_points_at_most_and_ends_at_the_last_step(curve: Path, steps: int) -> None:
+    """Nothing but the curve is written."""
     trained(curve, steps=steps, batch_size=2)
     climb = [point["step"] for point in points(curve)]
     assert climb == sorted(set(climb))
     assert climb[0] >= 1
     assert climb[-1] == steps
-
-
-@pytest.mark.parametrize("steps", [39, 40])
-def test_a_curve_has_twenty_points_at_most(curve: Path, steps: int) -> None:
-    trained(curve, steps=steps, batch_size=2)
-    assert POINTS // 2 <= len(points(curve)) <= POINTS
-
-
-def test_a_curve_is_finite_and_has_its_columns(curve: Path) -> None:
-    trained(curve)
+    assert min(steps, POINTS // 2) <= len(climb) <= POINTS
     for point in points(curve):
         assert set(point) == {"step", "loss", "learning_rate", "grad_norm"}
         assert all(map(math.isfinite, point.values()))
         assert point["loss"] > 0
+    assert [str(path) for path in Path().rglob("*") if path.is_file()] == [str(curve)]
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(curve: Path) -> None:
@@ -73,7 +66,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(curve: Path) -> N
 
 def test_training_learns(curve: Path) -> None:
     """One word in two tells the label."""
-    trained(curve, steps=60, learning_rate=5e-3)
+    trained(curve, steps=40, learning_rate=5e-3)
     losses = [point["loss"] for point in points(curve)]
     assert losses[0] > 0.6
     assert losses[-1] < 0.2
@@ -97,9 +90,8 @@ def test_the_same_seed_gives_the_same_bytes(curve: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("mode", [True, False])
-def test_the_model_is_in_eval_mode_afterwards(curve: Path, steps: int, mode: bool) -> None:
-    assert not any(module.training for module in trained(curve, bert().train(mode), steps=steps).modules())
+def test_the_model_is_in_eval_mode_afterwards(curve: Path, steps: int) -> None:
+    assert not any(module.training for module in trained(curve, bert().train(), steps=steps).modules())
 
 
 def test_weights_that_are_not_finite_are_seen_at_the_first_step(curve: Path) -> None:
@@ -117,8 +109,3 @@ def test_a_learning_rate_that_breaks_the_loss_is_named_with_its_step(curve: Path
         trained(curve, steps=20, warmup=0.0, learning_rate=1e30)
     assert points(curve)
     assert all(map(math.isfinite, (point["loss"] for point in points(curve))))
-
-
-def test_nothing_but_the_curve_is_written(curve: Path) -> None:
-    trained(curve)
-    assert [str(path) for path in Path().rglob("*") if path.is_file()] == [str(curve)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime import stage_runner
 from tests.workspace import BASE, run_stage, tiny_workspace
 
+Trained = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
+"""The weights and the curve of a training."""
+
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -24,7 +28,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def teacher(root: Path, *others: str, **changes: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+def teacher(root: Path, *others: str, **changes: object) -> Trained:
     """Its weights and its curve, and `others` after it; without dropout, which each process draws for itself."""
     tiny_workspace(root, **changes)
     config = root / BASE / "config.json"
@@ -36,9 +40,17 @@ def teacher(root: Path, *others: str, **changes: object) -> tuple[dict[str, torc
     return load_file("models/teacher/model.safetensors"), curve
 
 
-def test_two_processes_learn_what_one_learns(workspace: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The teacher of one process, in full precision."""
+    folder = tmp_path_factory.mktemp("plain")
+    with contextlib.chdir(folder):
+        return teacher(folder)
+
+
+def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) -> None:
     """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding."""
-    one, curve = teacher(workspace)
+    one, curve = plain
     two, joined = teacher(workspace, trainer={"processes": 2})
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
@@ -68,21 +80,19 @@ def test_an_error_of_one_process_ends_the_stage(workspace: Path, monkeypatch: py
         run_stage("teacher")
 
 
-def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Path) -> None:
-    plain, _ = teacher(workspace)
+def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Path, plain: Trained) -> None:
     mixed, _ = teacher(workspace, "control", "dense", trainer={"precision": "bf16"})
     assert {value.dtype for value in mixed.values()} == {torch.float32}
     loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
     again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), 8, "test").score
     reported = json.loads(DENSE_METRICS.read_text())["score"]
     assert reported["loss"] == again.loss  # scored as candidates are, not in mixed precision
-    assert any(not torch.equal(mixed[name], value) for name, value in plain.items())
-    for name, value in plain.items():
+    assert any(not torch.equal(mixed[name], value) for name, value in plain[0].items())
+    for name, value in plain[0].items():
         torch.testing.assert_close(mixed[name], value, rtol=0.1, atol=0.02)
 
 
-def test_checkpointed_activations_change_nothing(workspace: Path) -> None:
-    plain, _ = teacher(workspace)
+def test_checkpointed_activations_change_nothing(workspace: Path, plain: Trained) -> None:
     again, _ = teacher(workspace, trainer={"checkpoint_activations": True})
-    for name, value in plain.items():
+    for name, value in plain[0].items():
         torch.testing.assert_close(again[name], value)
