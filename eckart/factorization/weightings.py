@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -84,9 +84,7 @@ class Inputs(_Weighting):
 
     kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs",)
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs",)
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm(right=statistics["inputs"][target.input_of])
@@ -101,10 +99,7 @@ class Movement(_Weighting):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
-            yield (
-                "weighting",
-                "movement reads the scores of pruning, and shaping is null; add a shaping of kind pruning",
-            )
+            yield "weighting", "movement reads the scores of pruning; add a shaping of kind pruning"
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         """Return the norm with L = diag(Ŝ) for the scores Ŝ of pruning; the scores are L itself, not LᵀL."""
@@ -127,9 +122,7 @@ class Kfac(_Weighting):
         description="share of the gradients' second moment that is spread evenly over outputs; 0.1 for few examples",
     )
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs", "output_gradients")
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "output_gradients")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         """Return the norm for the Fisher C_out ⊗ C_in / T, T tokens per example (Eschenhagen et al. 2023, "expand").
@@ -164,9 +157,7 @@ class FisherInputs(_Weighting):
         "fisher_inputs", description="Fisher score of each output, second moment of the inputs"
     )
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs", "fisher")
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "fisher")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm(
@@ -187,7 +178,7 @@ def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> Error
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.statistics")
     if weighting.statistics and not target.sampled:
         raise ValueError(
-            f"weighting {weighting.kind} reads statistics, and there are none of a layer whose inputs belong to no "
+            f"weighting {weighting.kind} reads statistics, which do not exist for a layer whose inputs belong to no "
             "example: set targets.unsampled to false"
         )
     if isinstance(target, Tied):

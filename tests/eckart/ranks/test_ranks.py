@@ -22,9 +22,7 @@ UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform",
 ONE_RANK: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "rank"})
 WATERFILL = Waterfill(kind="waterfill", multiple=1, embedding_price=1.0)
 BY_FOUR = Waterfill(kind="waterfill", multiple=4, embedding_price=1.0)
-METHODS = pytest.mark.parametrize(
-    "method", [UNIFORM, ONE_RANK, WATERFILL, BY_FOUR], ids=["share", "rank", "waterfill", "by four"]
-)
+METHODS = pytest.mark.parametrize("method", [UNIFORM, ONE_RANK, BY_FOUR], ids=["share", "rank", "waterfill"])
 MULTIPLES = pytest.mark.parametrize("multiple", [1, 4])
 
 Problem = tuple[list[Target], dict[str, Tensor]]
@@ -130,22 +128,14 @@ def test_uniform_solved_by_hand(keep, rank):
 
 
 @given(problems(), keeps)
-def test_by_rank_every_target_has_the_same_rank_or_is_smaller_dense(problem, keep):
-    ranks = solve(ONE_RANK, problem, keep)
-    shared = {rank for rank in ranks.values() if rank is not None}
-    assert len(shared) <= 1
-    for some in problem[0]:
-        if ranks[some.name] is None:
-            assert all(largest_rank(some) < rank for rank in shared)
-
-
-@given(problems(), keeps)
-def test_by_rank_one_more_for_all_would_exceed_the_budget(problem, keep):
+def test_by_rank_every_target_has_the_largest_rank_that_the_budget_pays_for_or_is_smaller_dense(problem, keep):
     targets, _ = problem
     ranks = solve(ONE_RANK, problem, keep)
     shared = {rank for rank in ranks.values() if rank is not None}
+    assert len(shared) <= 1
     for rank in shared:  # none where all are dense
-        more = sum(cost(some, rank_or_dense(some, rank + 1)) for some in targets)
+        assert all(ranks[target.name] is not None or largest_rank(target) < rank for target in targets)
+        more = sum(cost(target, rank_or_dense(target, rank + 1)) for target in targets)
         assert more > allowance(targets, keep)
 
 
@@ -181,7 +171,7 @@ def test_by_rank_what_a_rank_would_enlarge_stays_dense():
     assert {name: rank for name, rank in ranks.items() if rank is not None} == {"in": 390, "out": 390}
 
 
-@pytest.mark.parametrize("keep", [0.1, 0.3, 0.6, 0.97])
+@pytest.mark.parametrize("keep", [0.1, 0.6, 0.97])
 def test_uniform_leaves_what_no_rank_makes_smaller_dense_and_holds_the_budget(keep):
     """A gate of one row has none; of one of two rows the share would be less than the least rank takes."""
     targets = [target("large", 100, 100), target("gate", 1, 40), target("types", 2, 30), target("other", 60, 80)]
@@ -197,23 +187,15 @@ def test_uniform_leaves_what_no_rank_makes_smaller_dense_and_holds_the_budget(ke
 # --- waterfill -------------------------------------------------------------------------------------------------------
 
 
-def affordable_moves(targets: Sequence[Target], ranks: Ranks, left: int) -> list[str]:
-    """Targets that could take one rank more, or go dense, with what is left of the budget."""
-    able = []
-    for some in targets:
-        rank = ranks[some.name]
-        if rank is None:
-            continue
-        price = cost(some, rank_or_dense(some, rank + 1)) - cost(some, rank)
-        able += [some.name] if price <= left else []
-    return able
-
-
 @given(problems(), keeps)
 def test_waterfill_leaves_nothing_that_a_single_move_could_use(problem, keep):
+    """No target could take one rank more, or go dense, with what is left of the budget."""
     targets, _ = problem
     ranks = solve(WATERFILL, problem, keep)
-    assert affordable_moves(targets, ranks, allowance(targets, keep) - total(targets, ranks)) == []
+    left = allowance(targets, keep) - total(targets, ranks)
+    for target in targets:
+        if (rank := ranks[target.name]) is not None:
+            assert cost(target, rank_or_dense(target, rank + 1)) - cost(target, rank) > left
 
 
 def hull_moves(some: Target, spectrum: Tensor, multiple: int = 1) -> list[tuple[float, int]]:
