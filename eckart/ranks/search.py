@@ -79,9 +79,9 @@ def search_ranks(
     """
     problem, shaped = replace(problem, targets=stored(problem.targets, storage)), None
     if shaping:
-        model, targets, scores = problem.model, problem.targets, shaping.shape(problem)
-        modules = [model.get_submodule(target.name) for target in targets]
-        shaped = Shaped(scores, share_left(modules), average_rank(model, targets), empty_rows(model, targets))
+        scores = shaping.shape(problem)
+        modules = [problem.model.get_submodule(target.name) for target in problem.targets]
+        shaped = Shaped(scores, share_left(modules), average_rank(modules), empty_rows(modules))
         problem = replace(problem, statistics={**problem.statistics, **scores})
     result = _search_beside(residual, problem, method) if residual else method.search(problem)
     predicted_loss = None

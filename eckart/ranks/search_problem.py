@@ -64,11 +64,7 @@ class SearchProblem(Problem):
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """Return the weighted decomposition of every target.
-
-        Raises:
-            ValueError: as `spectra`.
-        """
+        """Return the weighted decomposition of every target; raises like `spectra`."""
         return {
             target.name: decompose_target(self.model, target, self.weighting, self.statistics)
             for target in self.targets

@@ -219,7 +219,14 @@ class _Walks:
         self.sum_of_losses = loss
         self.calibration_loss = calibration_loss
         self.targets = tuple(targets)
-        self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
+        self.changed: dict[str, list[Tensor]] = {}
+        """Target name → what its approximation changes: its weight, or weight and bias of a product's second layer."""
+        for target in targets:
+            if isinstance(target, Product):
+                parameters = list(model.get_submodule(target.other.name).parameters())
+            else:
+                parameters = [model.get_submodule(target.name).get_parameter("weight")]
+            self.changed[target.name] = [parameter.detach() for parameter in parameters]
         self.dense = self._weights()
         self.grids = {target.name: grid_ranks(target, settings.grid) for target in targets}
         self.batches = batches
@@ -360,16 +367,6 @@ class _Walks:
         for name, values in weights.items():
             for parameter, value in zip(self.changed[name], values, strict=True):
                 parameter.copy_(value)
-
-
-def _changed_by_approximation(model: PreTrainedModel, target: Target) -> list[Tensor]:
-    """Return the tensors that an approximation of `target` changes.
-
-    These are the weight of a single layer, or the weight and bias of a product's second layer.
-    """
-    if not isinstance(target, Product):
-        return [model.get_submodule(target.name).get_parameter("weight").detach()]
-    return [parameter.detach() for parameter in model.get_submodule(target.other.name).parameters()]
 
 
 def _shares(times: Mapping[str, float]) -> dict[str, float]:

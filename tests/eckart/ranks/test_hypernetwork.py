@@ -21,28 +21,12 @@ from eckart.ranks.budget import NoRank, allowance, largest_rank, total
 from eckart.ranks.hypernetwork import Hypernetwork, HypernetworkSearch
 from tests import tiny
 
-VALUES: dict[str, Any] = {
-    "kind": "hypernetwork",
-    "steps": 10,
-    "rows": None,
-    "batch_size": 8,
-    "learning_rate": 1e-3,
-    "warmup": 0.0,
-    "weight_decay": 0.0,
-    "budget_weight": 16.0,
-    "alignment_weight": 10.0,
-    "alignment_values": "normalized",
-    "temperature": 0.4,
-    "offset": 3.0,
-    "hypernetwork": True,
-    "selection": "ranks",
-}
 NETWORKS = pytest.mark.parametrize("hypernetwork", [True, False], ids=["network", "gates"])
 Shape = tuple[int, int]
 
 
 def method(**changes: Any) -> Hypernetwork:
-    return Hypernetwork.model_validate({**VALUES, **changes})
+    return Hypernetwork(**{"alignment_values": "normalized", **changes})
 
 
 def decomposed(model: nn.Module, targets: Sequence[Target]) -> dict[str, Decomposition]:
@@ -144,16 +128,6 @@ def test_a_mask_is_binary_with_the_gradient_of_the_sigmoid():
     assert torch.allclose(gates.grad, weights * soft * (1 - soft) / 0.5)
 
 
-def test_noise_is_gumbel():
-    """Its mean is Euler's constant, its variance π²/6; a mask is on with probability 1 − exp(−e^(o + b))."""
-    rule = with_gates([(300, 300)], [-1.0] * 300, keep=0.9)
-    means = []
-    for number in range(60):
-        rule.before_forward(number)
-        means.append(float(rule.masks[0].detach().mean()))
-    assert sum(means) / len(means) == pytest.approx(1 - math.exp(-math.exp(-1)), abs=0.02)
-
-
 @NETWORKS
 def test_nothing_trains_but_the_masks(hypernetwork):
     model = tiny.bert()
@@ -201,7 +175,7 @@ def test_r_solved_by_hand(ones, counted):
     assert measures["kept"] == pytest.approx(counted / 72)
 
 
-@pytest.mark.parametrize("kept", [(1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize("kept", [(1, 1), (2, 1)])
 def test_r_has_no_gradient_at_and_below_the_budget(kept):
     """Which is why what is left of the budget is given back afterwards."""
     rule = with_gates(TWO, [0] * 6, [0] * 6, keep=0.5, alignment_weight=0.0)
@@ -256,14 +230,6 @@ def test_the_alignment_solved_by_hand(values, norm):
     assert pushes == [[1, -1, 0], [0, 1, -1], [0, 0, 0]]
 
 
-def test_the_alignment_orders_the_masks():
-    """Free gates that hold trailing components turn to the leading ones."""
-    rule = with_gates([(6, 40)], [-0.5] * 3 + [0.5] * 3, keep=0.6, learning_rate=0.05)
-    train_by_hand(rule, nothing, 80)
-    ordered = rule.network.gates[0].tolist()
-    assert min(ordered[:2]) > max(ordered[3:])
-
-
 # --- from masks to ranks ---------------------------------------------------------------------------------------------
 
 
@@ -286,13 +252,6 @@ def test_the_alignment_orders_the_masks():
 def test_one_threshold_on_confidence_meets_the_budget(parameters, expected):
     rule = with_gates(TWO, [1, 0.5, -3, -4, -5, -6], [5, 4, 3, 2, 1.5, -7], keep=parameters / 72)
     assert rule.ranks() == expected
-
-
-@pytest.mark.parametrize("shift", [-50, 50])
-def test_masks_above_and_below_the_budget_meet_it(shift):
-    """R leaves either."""
-    rule = with_gates(TWO, [value + shift for value in (6, 5, 4, 3, 2, 1)], [shift] * 6, keep=0.5)
-    assert rule.ranks() == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize(

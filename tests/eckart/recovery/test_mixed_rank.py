@@ -31,20 +31,7 @@ CURVE = Path("curve.jsonl")
 
 
 def settings(**changes: Any) -> MixedRank:
-    values = {
-        "kind": "mixed_rank",
-        "steps": 10,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "warmup": 0.0,
-        "weight_decay": 0.01,
-        "initial": 0.5,
-        "until": 1.0,
-        "consistency": 1.0,
-        "consistency_after": False,
-        "distillation": None,
-    }
-    return MixedRank(**{**values, **changes})
+    return MixedRank(**{"steps": 10, "batch_size": 8, "learning_rate": 1e-2, "warmup": 0.0, "until": 1.0, **changes})
 
 
 def halves(rank: int = 3, dropout: bool = False, dense: int = 0) -> tuple[Any, Any, Any]:

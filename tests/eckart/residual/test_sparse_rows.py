@@ -24,8 +24,7 @@ BATCH = tiny.collate(tiny.samples(8))
 
 
 def settings(**changes: Any) -> SparseRows:
-    values = {"low_rank": 0.1, "smoothing": 0.5, "start": 0.0, "end": 0.0, "window": None, **changes}
-    return SparseRows(**{"kind": "sparse_rows", **values})
+    return SparseRows(**{"smoothing": 0.5, "start": 0.0, "end": 0.0, **changes})
 
 
 def layer(residual: Tensor, rank: int = 0) -> LowRankLinear:
