@@ -46,10 +46,10 @@ class InOrder(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     anchor: float = Field(
-        0.5, ge=0, le=1, description="share a of the error of earlier layers that each target makes up for; 0: none"
+        0.5, ge=0, le=1, description="share a of the earlier layers' error that each target corrects; 0: none"
     )
     ridge: float = Field(
-        0.1, gt=0, description="λ, which holds a target to its own weights, in units of its inputs' mean square"
+        0.1, gt=0, description="ridge λ ÷ the mean square of a target's inputs; a larger one changes weights less"
     )
 
 

@@ -67,7 +67,7 @@ class ByScores(_Weighting):
     row of W in y = xW. These rows belong to inputs, so this is axis `input`.
     """
 
-    kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
+    kind: Literal["fisher", "taylor"] = Field(description="weigh rows of W by their Fisher (FWSVD) or Taylor scores")
     axis: Axis = Field("input", description="whose scores count: input or output; they are summed over the other axis")
 
     @property
@@ -82,7 +82,9 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
-    kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
+    kind: Literal["inputs"] = Field(
+        "inputs", description="weigh by the calibration inputs: least error of outputs (DRONE)"
+    )
 
     statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs",)
 
@@ -95,7 +97,7 @@ class Movement(_Weighting):
 
     reads_shaping = True
 
-    kind: Literal["movement"] = Field("movement", description="outputs count by the scores of pruning (LPAF)")
+    kind: Literal["movement"] = Field("movement", description="weigh outputs by their scores in pruning (LPAF)")
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:

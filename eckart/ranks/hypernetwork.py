@@ -67,7 +67,7 @@ class Hypernetwork(Optimization, Method):
 
     kind: Literal["hypernetwork"] = Field("hypernetwork", description="learn masks over singular values (ARS)")
     steps: int = Field(750, ge=1, description="optimizer steps, the weights frozen; 750 are 8 epochs of 3,000 examples")
-    batch_size: int = Field(32, ge=1, description="examples of a step")
+    batch_size: int = Field(32, ge=1, description="examples per step")
     learning_rate: float = Field(1e-3, gt=0, description="constant after the warm-up")
     warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
     weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW")

@@ -64,7 +64,7 @@ class Threshold(Optimization, Method):
 
     kind: Literal["threshold"] = Field("threshold", description="learn a soft threshold on singular values (SoftLM)")
     steps: int = Field(3000, ge=1, description="optimizer steps, at most: the search ends when keep is met")
-    batch_size: int = Field(32, ge=1, description="examples of a step")
+    batch_size: int = Field(32, ge=1, description="examples per step")
     learning_rate: float = Field(2e-5, gt=0, description="constant after the warm-up")
     warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
     sharpness: float = Field(10.0, gt=0, description="steepness s of the threshold, which rises within about 2/s of α")

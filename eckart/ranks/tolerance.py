@@ -65,10 +65,10 @@ class Tolerance(Method):
     increase: float | None = Field(
         None, gt=0, description="allowed relative increase r of the loss, 0.1 is 10 %; null: the least that meets keep"
     )
-    grid: int = Field(4, ge=1, description="ranks that are tried of each target")
+    grid: int = Field(4, ge=1, description="ranks tried for each target")
     rows: int = Field(64, ge=1, description="calibration examples that the loss is measured on, at most")
     times: Literal["macs", "measured"] = Field(
-        "macs", description="what shares r out: multiply-accumulates, or measured seconds, with which runs may differ"
+        "macs", description="divide r among targets by multiply-accumulates, or by measured seconds, which vary"
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:

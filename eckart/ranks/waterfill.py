@@ -48,7 +48,7 @@ class Waterfill(ByFormula):
     )
     embedding_price: PositiveFloat = Field(
         1.0,
-        description="price of an embedding's parameter, which takes no time, in those of a linear layer; a tied head "
+        description="price of an embedding's parameter, which takes no time, ÷ that of a linear layer's; a tied head "
         "counts as a linear layer",
     )
 

@@ -24,7 +24,7 @@ class Finetune(Optimization, Method):
     kind: Literal["finetune"] = Field("finetune", description="train all parameters on the task")
     distillation: Distillation | None = Field(
         None,
-        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+        description="learn from the original model: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: do not",
     )
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:

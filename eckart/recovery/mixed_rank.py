@@ -46,11 +46,11 @@ class MixedRank(Optimization, Method):
     )
     initial: float = Field(0.5, ge=0, le=1, description="probability p of the dense weight at first")
     until: float = Field(0.5, ge=0, le=1, description="share of the steps after which p is 0")
-    consistency: float = Field(1.0, ge=0, description="weight in the loss of how far two passes disagree")
+    consistency: float = Field(1.0, ge=0, description="weight of the two passes' disagreement in the loss")
     consistency_after: bool = Field(False, description="whether there are two passes after p is 0, too")
     distillation: Distillation | None = Field(
         None,
-        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+        description="learn from the original model: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: do not",
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:

@@ -22,7 +22,7 @@ class InTurn(Method):
 
     kind: Literal["in_turn"] = Field("in_turn", description="two trainings, one after the other (LoSparse)")
     first: Finetune = Field(Finetune(), description="the training in which a residual is pruned")
-    then: Finetune = Field(Finetune(), description="the training after it, as a rule with distillation")
+    then: Finetune = Field(Finetune(), description="the training after it, usually with distillation")
 
     @property
     def trainings(self) -> Mapping[str, Optimization]:

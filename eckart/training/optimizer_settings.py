@@ -16,9 +16,9 @@ class Optimization(BaseModel):
     """Learning rate after the warm-up: falls linearly to 0, or stays constant."""
 
     steps: int = Field(60, ge=0, description="optimizer steps")
-    batch_size: int = Field(16, ge=1, description="examples of a step")
+    batch_size: int = Field(16, ge=1, description="examples per step")
     learning_rate: float = Field(
-        5e-5, gt=0, description="peak, after the warm-up; falls linearly to 0, and is constant in a search of ranks"
+        5e-5, gt=0, description="peak, after the warm-up; then falls linearly to 0, but stays constant in a rank search"
     )
     warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps in which the rate rises")
     weight_decay: float = Field(0.01, ge=0, description="decoupled, as in AdamW")
