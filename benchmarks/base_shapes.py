@@ -111,7 +111,7 @@ def calibration() -> None:
     base, *others = seconds(*jobs.values())
     print("| statistics | × forward and backward | fastest to slowest |\n|---|---|---|")
     for name, times in zip(list(jobs)[1:], others, strict=True):
-        ratios = sorted(one / two for one, two in zip(times, base, strict=True))
+        ratios = sorted(own / plain for own, plain in zip(times, base, strict=True))
         print(f"| {name} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |")
 
 
@@ -153,7 +153,7 @@ def decompositions() -> None:
         )
         left, right = decompose(weight, norm).truncate(192)
         lost, theirs = (
-            float(weighted_loss(weight - found, norm)) for found in (left @ right, whitened(weight, norm)(192))
+            float(weighted_loss(weight - product, norm)) for product in (left @ right, whitened(weight, norm)(192))
         )
         cells = [f"{1e3 * statistics.median(seconds):.0f}" for seconds in times]
         print(f"| {out} × {in_} | {' | '.join(cells)} | {lost / theirs - 1:.1e} |")

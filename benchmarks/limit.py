@@ -41,14 +41,13 @@ def seconds(model: PreTrainedModel, inputs: Batch) -> float:
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
     """Return the share of products with weights in the time of a forward pass, of each round, sorted."""
-    return sorted(_share_of_products(model, inputs) for _ in range(ROUNDS))
-
-
-def _share_of_products(model: PreTrainedModel, inputs: Batch) -> float:
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        model(**inputs)
-    spent = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
-    return sum(spent.get(f"aten::{name}", 0) for name in _PRODUCTS) / sum(spent.values())
+    shares = []
+    for _ in range(ROUNDS):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            model(**inputs)
+        spent = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
+        shares.append(sum(spent.get(f"aten::{name}", 0) for name in _PRODUCTS) / sum(spent.values()))
+    return sorted(shares)
 
 
 def operations_of_products(model: PreTrainedModel, inputs: Batch) -> int:
@@ -76,9 +75,11 @@ def main() -> None:
             share = median(shares[rows, tokens])
             left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
             pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
-            limit, times = 1 / (1 - share + share * left), median(one / other for one, other in pairs)
+            limit = 1 / (1 - share + share * left)
+            times = median(original / candidate for original, candidate in pairs)
+            milliseconds = 1e3 * median(original for original, _ in pairs)
             print(
-                f"| {name} | {rows} × {tokens} | {1e3 * median(one for one, _ in pairs):.0f} | {100 * share:.0f} % "
+                f"| {name} | {rows} × {tokens} | {milliseconds:.0f} | {100 * share:.0f} % "
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
                 flush=True,
             )

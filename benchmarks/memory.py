@@ -159,19 +159,11 @@ def _table(points: list[Point], measured: bool) -> None:
 
 def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:
     """Measure a point in a new process; return the peak in MiB, and the seconds."""
-    command = [
-        sys.executable,
-        __file__,
-        "--point",
-        json.dumps(asdict(point)),
-        "--stage",
-        stage,
-        "--folder",
-        str(folder),
-    ]
+    options = {"--point": json.dumps(asdict(point)), "--stage": stage, "--folder": str(folder)}
+    command = [sys.executable, __file__, *(word for option in options.items() for word in option)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **_MEASURABLE}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    result = json.loads(done.stdout.splitlines()[-1])
+    finished = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    result = json.loads(finished.stdout.splitlines()[-1])
     return result["bytes"] // MIB, f"{result['seconds']:.1f}"
 
 

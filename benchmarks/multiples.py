@@ -56,28 +56,28 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
         )
     targets = stored(Targets.model_validate_json(TARGETS.read_text()).targets, storage)
     statistics = load_statistics(IMPORTANCE)
-    known, found = spectra(targets, dense, weighting, statistics), []
+    all_spectra, models = spectra(targets, dense, weighting, statistics), []
     for multiple in MULTIPLES:
-        ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, known, keep)
+        ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, all_spectra, keep)
         small = deepcopy(dense)
         factorize_at_once(small, targets, ranks, weighting, statistics)
         if storage == "pivoted":
             pivot(small)
-        found.append((small, predicted(known, ranks)))
-    return found
+        models.append((small, predicted(all_spectra, ranks)))
+    return models
 
 
-def predicted(known: Spectra, ranks: Ranks) -> float:
+def predicted(all_spectra: Spectra, ranks: Ranks) -> float:
     """Return the loss that is predicted for these ranks: ½ Σ S² over all discarded singular values."""
-    cut = (known[name][rank:] for name, rank in ranks.items() if rank is not None)
+    cut = (all_spectra[name][rank:] for name, rank in ranks.items() if rank is not None)
     return sum(float(values.double().square().sum()) for values in cut) / 2
 
 
 def in_int8(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, threads: int) -> Forward:
     """Export the model to an int8 file, smoothed with calibration examples; return a function that runs the file."""
     data = encoded("calibration", tokenizer)
-    some = data.select(range(min(_CALIBRATED, len(data))))
-    calibration = batches(some, kind_of(load_task()).collate(tokenizer, model), _CALIBRATED, "cpu")
+    examples = data.select(range(min(_CALIBRATED, len(data))))
+    calibration = batches(examples, kind_of(load_task()).collate(tokenizer, model), _CALIBRATED, "cpu")
     onnx.export(model, tokenizer, folder / "model.onnx", int8=True, calibration=calibration)
     return onnx.runner(folder / "model.onnx", threads)
 
@@ -91,24 +91,26 @@ def main() -> None:
     threads, settings = section("threads", Threads).candidate, section("benchmark", Benchmark)
     torch.set_num_threads(threads)
     dense, tokenizer = load(TEACHER, kind_of(load_task()).auto)
-    found = factorized(dense.eval(), asked.recipe, asked.keep)
-    models = [dense, *(model.eval() for model, _ in found)]
+    candidates = factorized(dense.eval(), asked.recipe, asked.keep)
+    models = [dense, *(model.eval() for model, _ in candidates)]
     rows, tokens = settings.shapes[0]
     inputs = random_inputs(dense, rows, tokens)
-    by_torch = in_rounds(dict(enumerate(partial(in_torch, one) for one in models)), inputs, settings.repetitions)
+    by_torch = in_rounds(dict(enumerate(partial(in_torch, model) for model in models)), inputs, settings.repetitions)
     with tempfile.TemporaryDirectory() as folder:
-        files = {place: in_int8(one, tokenizer, Path(folder) / str(place), threads) for place, one in enumerate(models)}
+        files = {
+            place: in_int8(model, tokenizer, Path(folder) / str(place), threads) for place, model in enumerate(models)
+        }
         by_int8 = in_rounds(files, inputs, settings.repetitions)
     with torch.inference_mode():
         share = median(share_of_products(dense, inputs))
-        products = [operations_of_products(one, inputs) for one in models]
+        products = [operations_of_products(model, inputs) for model in models]
     title = f"{asked.recipe}, keep {asked.keep:g}: multiple"
     print(f"| {title} | predicted loss | × dense in torch | of the limit | × dense int8 in int8 |")
     print("|---|---|---|---|---|")
-    for place, (multiple, (_, lost)) in enumerate(zip(MULTIPLES, found, strict=True), start=1):
+    for place, (multiple, (_, lost)) in enumerate(zip(MULTIPLES, candidates, strict=True), start=1):
         torchs, int8 = (ratio(times[0], times[place]) for times in (by_torch, by_int8))
         of_limit = torchs.median * (1 - share + share * products[place] / products[0])
-        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in (torchs, int8)]
+        cells = [f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})" for times in (torchs, int8)]
         print(f"| {multiple} | {lost:.5f} | {cells[0]} | {100 * of_limit:.0f} % | {cells[1]} |")
     print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
 

@@ -55,19 +55,17 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     trained = [section(f"{part}.shaping", Shaping | None), section(f"{part}.residual", Residual | None)]
     if any(trained) or not isinstance(ranks, ByFormula):
         raise SystemExit(f"{recipe} trains before it factorizes: its seconds are in the table of its study")
-    model, targets = (
-        deepcopy(dense),
-        stored(Targets.model_validate_json(TARGETS.read_text()).targets, section(f"{part}.storage", Storage)),
-    )
+    model, storage = deepcopy(dense), section(f"{part}.storage", Storage)
+    targets = stored(Targets.model_validate_json(TARGETS.read_text()).targets, storage)
     began = time.perf_counter()
     statistics: Statistics = {}
     if weighting.statistics:
         loss = kind_of(load_task()).objective(importance.labels).calibration_loss
         statistics = collect(model, data, targets, weighting.statistics, loss)
     yield (gathered := time.perf_counter()) - began
-    found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
+    chosen = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
     yield (decided := time.perf_counter()) - gathered
-    factorize_model(model, targets, found, weighting, statistics, in_order=order, batches=data)
+    factorize_model(model, targets, chosen, weighting, statistics, in_order=order, batches=data)
     yield time.perf_counter() - decided
 
 

@@ -64,8 +64,8 @@ def measured(policy: str) -> float:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     command = [sys.executable, __file__, "--steps"]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    finished = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(finished.stdout)
 
 
 def row(busy: int, pairs: int) -> str:
@@ -73,7 +73,7 @@ def row(busy: int, pairs: int) -> str:
     with beside(busy):
         seconds = [[measured(policy) for policy in POLICIES] for _ in range(pairs)]
     spinning, passive = (median(column) for column in zip(*seconds, strict=True))
-    ratio = median(one / other for one, other in seconds)
+    ratio = median(spin / wait for spin, wait in seconds)
     return f"| {busy} | {load:.1f} | {spinning:.2f} | {passive:.2f} | {ratio:.2f} |"
 
 

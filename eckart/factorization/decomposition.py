@@ -20,8 +20,6 @@ qᵀq = Q C_in Qᵀ; the bias is one more column of Q, for an input that is alwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -35,7 +33,7 @@ from eckart.model.targets import Product, Target, weight_of
 
 def decompose_target(
     model: PreTrainedModel, target: Target, weighting: Weighting, statistics: Statistics
-) -> Decomposition | ProductDecomposition:
+) -> Decomposition:
     """Decompose the weight of `target` in `model` into components, under `weighting`.
 
     Raises:
@@ -49,30 +47,9 @@ def decompose_target(
         raise ValueError(f"{target.name}: {error}") from error
 
 
-@dataclass(frozen=True)
-class ProductDecomposition:
-    """Decomposition of an attention product: for every head, left @ right is the identity M, before truncation.
-
-    Components are in descending order of their weighted energy.
-
-    Attributes:
-        left: `(heads, d, d)`.
-        right: `(heads, d, d)`.
-        spectrum: singular values `(d,)`, descending; each is the norm over all heads.
-    """
-
-    left: Tensor
-    right: Tensor
-    spectrum: Tensor
-
-    def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the best factors of `rank`: `(heads, d, rank)` and `(heads, rank, d)`."""
-        return self.left[:, :, :rank], self.right[:, :rank]
-
-
 def decompose_product(
     model: PreTrainedModel, product: Product, weighting: Weighting, statistics: Statistics
-) -> ProductDecomposition:
+) -> Decomposition:
     """Decompose the identity M between queries and keys of `product` in `model` into components, under `weighting`.
 
     Raises:
@@ -82,14 +59,16 @@ def decompose_product(
     queries = _output_moments(model, product, product.heads, weighting, statistics)
     if outputs is None:
         keys = _output_moments(model, product.other, product.heads, weighting, statistics)
-    else:
-        keys = _blocks_of_heads(outputs, product.heads)
+    else:  # the diagonal blocks `(heads, d, d)`
+        square = outputs.diag() if outputs.dim() == 1 else outputs
+        blocks = square.unflatten(0, (product.heads, -1)).unflatten(2, (product.heads, -1))
+        keys = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     identity = torch.eye(queries.shape[-1], dtype=queries.dtype, device=queries.device)
     parts = [decompose(identity, ErrorNorm(left=q, right=k)) for q, k in zip(queries, keys, strict=True)]
     left, right, spectra = (
         torch.stack([getattr(part, name) for part in parts]) for name in ("left", "right", "spectrum")
     )
-    return ProductDecomposition(left, right, spectra.norm(dim=0))
+    return Decomposition(left, right, spectra.norm(dim=0))
 
 
 def _output_moments(
@@ -110,12 +89,6 @@ def _output_moments(
     return (by_head @ side if side.dim() == 2 else by_head * side) @ by_head.mT
 
 
-def _blocks_of_heads(side: Tensor, heads: int) -> Tensor:
-    """Return the diagonal blocks `(heads, d, d)`, one for each head, of a side of a norm `(out, out)` or `(out,)`."""
-    square = side.diag() if side.dim() == 1 else side
-    return square.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
 def _with_ones(statistics: Statistics, name: str) -> Tensor:
     """Return C_in `(in + 1, in + 1)` of inputs with a 1 appended, so that a bias can be a column of the weight."""
     moment, sums, tokens = (statistics[kind][name] for kind in ("inputs", "input_sums", "tokens"))
@@ -123,6 +96,7 @@ def _with_ones(statistics: Statistics, name: str) -> Tensor:
     return torch.cat([torch.cat([moment, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
 
 
+@torch.no_grad()
 def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
     """Replace both layers of `product` by layers that compute q left and k rightᵀ in every head, followed by zeros.
 
@@ -132,13 +106,13 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
     for target, mix in zip(product.layers, (left.mT, right), strict=True):
         module = present(model, target.name)
         layer = head_rows_like(module, product.heads, mix.shape[1])
-        with torch.no_grad():
-            layer.factor.copy_(_mixed(mix, weight_of(module)))
-            if layer.bias is not None:
-                layer.bias.copy_(_mixed(mix, module.get_parameter("bias").unsqueeze(1)).squeeze(1))
+        layer.factor.copy_(_mixed(mix, weight_of(module)))
+        if layer.bias is not None:
+            layer.bias.copy_(_mixed(mix, module.get_parameter("bias").unsqueeze(1)).squeeze(1))
         replace(model, target.name, layer)
 
 
+@torch.no_grad()
 def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
     """Change the dense weight of the second layer so that it computes the keys k Mᵀ with M = left right.
 
@@ -147,18 +121,13 @@ def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, 
     Args:
         left, right: the factors of M, `(heads, d, rank)` and `(heads, rank, d)`.
     """
-    module = model.get_submodule(product.other.name)
-    set_weight(module, _mixed(left @ right, weight_of(module)))
+    module, mix = model.get_submodule(product.other.name), left @ right
+    set_weight(module, _mixed(mix, weight_of(module)))
     if getattr(module, "bias", None) is not None:
         bias = module.get_parameter("bias")
-        with torch.no_grad():
-            bias.copy_(_mixed(left @ right, bias.unsqueeze(1)).squeeze(1))
+        bias.copy_(_mixed(mix, bias.unsqueeze(1)).squeeze(1))
 
 
 def _mixed(mix: Tensor, rows: Tensor) -> Tensor:
-    """Multiply the rows of each head, `rows` `(heads · d, n)`, from the left with `mix` `(heads, m, d)`.
-
-    Returns:
-        `(heads · m, n)`.
-    """
+    """Multiply each head's `rows` `(heads · d, n)` from the left with `mix` `(heads, m, d)`: `(heads · m, n)`."""
     return (mix @ rows.detach().to(mix).unflatten(0, (len(mix), -1))).flatten(0, 1)

@@ -72,12 +72,12 @@ class DenseModules:
     @contextmanager
     def back(self) -> Iterator[None]:
         """Put the stored modules back inside the context, so that the model is the original one."""
-        present = {name: self.model.get_submodule(name) for name in self.modules}
+        current = {name: self.model.get_submodule(name) for name in self.modules}
         try:
             self._put(self.modules)
             yield
         finally:
-            self._put(present)
+            self._put(current)
 
     def _put(self, modules: dict[str, nn.Module]) -> None:
         for name, module in modules.items():

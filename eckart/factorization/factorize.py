@@ -24,7 +24,6 @@ anchor above 0, a target approximates the original model's outputs (eckart/facto
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -65,16 +64,11 @@ def factorize_model(
     batches: Iterable[Batch] = (),
     residual: bool = False,
 ) -> None:
-    """Replace each of `targets` that has a rank by its best factors: all at once, or one after the other.
+    """Call `factorize_in_order` if `in_order` has its settings, else `factorize_at_once`.
 
     Args:
-        ranks: target name → rank; None leaves the target dense.
-        in_order: settings of the factorization in order of execution; None: all at once.
         batches: calibration data; only needed for the factorization in order.
         residual: as in `factorize_at_once`; ignored with `in_order`.
-
-    Raises:
-        ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
     """
     if in_order:
         factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order)
@@ -152,17 +146,16 @@ def factorize_in_order(
     Raises:
         ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
     """
-    first = [target for target in targets if not _has_one_input(target)]
+    first = [target for target in targets if target.repeated or len({layer.input_of for layer in target.layers}) > 1]
     dense = DenseModules(model) if order.anchor else None
     if dense:
         dense.keep(first)
     factorize_at_once(model, first, ranks, weighting, statistics)
-    in_order = [
+    groups = _by_input(
         target
         for target in targets
-        if _has_one_input(target) and (ranks[target.name] is not None or (order.anchor and target.sampled))
-    ]
-    groups = _by_input(in_order)
+        if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
+    )
     with layerwise_forward(model, groups, batches, dense) as forward:
         for group in groups:
             current = {**statistics, **forward.advance_to(group)}
@@ -172,24 +165,17 @@ def factorize_in_order(
             factorize_at_once(model, group, ranks, weighting, current)
 
 
-def _has_one_input(target: Target) -> bool:
-    return not target.repeated and len({layer.input_of for layer in target.layers}) == 1
-
-
 def _by_input(targets: Iterable[Target]) -> list[list[Target]]:
     """Group targets with the same input tensor, in order of execution.
 
     The `input_of` of all targets in a group becomes the group's first target, because `targets` may lack the target
     that `input_of` named before.
     """
-    readers: dict[str, list[Target]] = {}
+    groups: dict[str, list[Target]] = {}
     for target in targets:
-        readers.setdefault(target.input_of, []).append(target)
-    return [[_with_input_of(group[0].name, target) for target in group] for group in readers.values()]
-
-
-def _with_input_of(name: str, target: Target) -> Target:
-    update: dict[str, Any] = {"input_of": name}
-    if isinstance(target, Product):
-        update["other"] = target.other.model_copy(update=update)
-    return target.model_copy(update=update)
+        group = groups.setdefault(target.input_of, [])
+        first = {"input_of": group[0].name if group else target.name}
+        if isinstance(target, Product):
+            target = target.model_copy(update={"other": target.other.model_copy(update=first)})
+        group.append(target.model_copy(update=first))
+    return list(groups.values())

@@ -127,7 +127,7 @@ class _Forward(greenlet):
         """
         pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
-            raise ValueError(f"{name}: not every batch runs it when its turn comes; exclude this target")
+            raise ValueError(f"{name}: not every batch runs this layer in this order: exclude it")
         inputs: Tensor = pause[1]
         return inputs
 

@@ -29,9 +29,9 @@ class Decomposition:
     """Result of a weighted SVD: W = left @ right, with components in descending order of their weighted energy.
 
     Attributes:
-        left: `(out, k)`, k = min(out, in).
-        right: `(k, in)`.
-        spectrum: weighted singular values S `(k,)`, descending.
+        left: `(out, k)`, k = min(out, in); for an attention product, one for each head: `(heads, d, d)`.
+        right: `(k, in)`, or `(heads, d, d)`.
+        spectrum: weighted singular values S, descending, `(k,)` or `(d,)`; of a product, the norm over its heads.
     """
 
     left: Tensor
@@ -39,8 +39,8 @@ class Decomposition:
     spectrum: Tensor
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the best factors of `rank`: `(out, rank)` and `(rank, in)`."""
-        return self.left[:, :rank], self.right[:rank]
+        """Return the best factors of `rank`: `(…, out, rank)` and `(…, rank, in)`."""
+        return self.left[..., :rank], self.right[..., :rank, :]
 
 
 def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:

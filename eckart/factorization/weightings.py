@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -91,9 +91,7 @@ class Inputs(_Weighting):
         "inputs", description="error of the layer's outputs on the calibration inputs (DRONE)"
     )
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs",)
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs",)
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm(right=statistics["inputs"][target.input_of])
@@ -110,10 +108,7 @@ class Movement(_Weighting):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
-            yield (
-                "weighting",
-                "movement reads the scores of pruning, and shaping is null; add a shaping of kind pruning",
-            )
+            yield "weighting", "movement reads the scores of pruning; add a shaping of kind pruning"
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         """Return the norm with L = diag(Ŝ) for the scores Ŝ of pruning; the scores are L itself, not LᵀL."""
@@ -139,9 +134,7 @@ class Kfac(_Weighting):
         "calibration examples",
     )
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs", "output_gradients")
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "output_gradients")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         """Return the norm for the Fisher C_out ⊗ C_in / T, T tokens per example (Eschenhagen et al. 2023, "expand").
@@ -176,9 +169,7 @@ class FisherInputs(_Weighting):
         "fisher_inputs", description="error of the layer's outputs, each weighted by its Fisher score"
     )
 
-    @property
-    def statistics(self) -> tuple[StatisticKind, ...]:
-        return ("inputs", "fisher")
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "fisher")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm(
@@ -199,7 +190,7 @@ def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> Error
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.statistics")
     if weighting.statistics and not target.sampled:
         raise ValueError(
-            f"weighting {weighting.kind} reads statistics, and there are none of a layer whose inputs belong to no "
+            f"weighting {weighting.kind} reads statistics, which do not exist for a layer whose inputs belong to no "
             "example: set targets.unsampled to false"
         )
     if isinstance(target, Tied):

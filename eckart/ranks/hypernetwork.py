@@ -53,6 +53,7 @@ class Hypernetwork(Optimization, Method):
     """Settings of a rank search that learns one mask for each target with the weights frozen."""
 
     alone = True
+    asks_frozen: ClassVar = True
     schedule = "constant"  # as in section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
@@ -89,10 +90,6 @@ class Hypernetwork(Optimization, Method):
     )
 
     @property
-    def asks_frozen(self) -> bool:
-        return True
-
-    @property
     def leaves_low_rank(self) -> bool:
         return self.selection == "elements"
 
@@ -100,18 +97,17 @@ class Hypernetwork(Optimization, Method):
         if recipe.storage == "pivoted":
             yield (
                 "storage",
-                "is pivoted, where the last ranks of a target cost next to nothing: masks, which start at full rank, "
-                "would not be pushed down; write factors",
+                "is pivoted, so the last ranks cost nearly nothing and masks that start at full rank would not shrink; "
+                "write factors",
             )
 
     def search(self, problem: SearchProblem) -> SearchResult:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
         problem.train(self, rule, self.rows)
-        shaped = rule.shaped_weights()
-        if shaped is None:
+        if self.selection == "ranks":
             return SearchResult(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
-        for name, weight in shaped.items():
+        for name, weight in rule.selected_weights().items():
             set_weight(problem.model.get_submodule(name), weight)
         return SearchResult(rule.ranks(), changed=True)
 
@@ -172,11 +168,11 @@ class HypernetworkSearch(Rule):
         self.names = [target.name for target in targets]
         # targets that no rank makes smaller stay dense and have no mask
         self.masked = [target for target in targets if largest_rank(target)]
-        self.unmasked_parameters = sum(target.parameters for target in targets if not largest_rank(target))
         if not self.masked:
-            raise ValueError("no rank makes any target smaller than it is: search among larger targets")
+            raise ValueError("no rank makes any target smaller: include larger targets")
         self.budget = ranked_allowance(targets, keep)
         self.total = sum(target.parameters for target in targets)
+        self.unmasked_parameters = self.total - sum(target.parameters for target in self.masked)
         self.settings = (settings, keep, seed)
         self.method = settings
         self.model = model
@@ -194,8 +190,7 @@ class HypernetworkSearch(Rule):
         self.dense = {target.name: model.get_submodule(target.name) for target in self.masked}
         self.layers: list[LowRankLinear] = []
         for name in self.dense:
-            parts = decompositions[name]
-            self.layers.append(factorize_target(model, name, parts.left, parts.right))
+            self.layers.append(factorize_target(model, name, decompositions[name].left, decompositions[name].right))
         model.requires_grad_(False)
         for module in self.dense.values():
             module.requires_grad_(False)
@@ -260,7 +255,7 @@ class HypernetworkSearch(Rule):
             without_noise = [int((logits + self.method.offset > 0).sum()) for logits in self.network()]
         after_threshold = [len(chosen) for _, chosen in self._chosen()]
         added = 1 - sum(map(min, without_noise, dense_from)) / sum(map(min, after_threshold, dense_from))
-        return {**{name: float(value) for name, value in self._measured.items()}, "added": added}
+        return {name: float(value) for name, value in self._measured.items()} | {"added": added}
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the network, including its input z, and the state of the noise generator."""
@@ -289,27 +284,17 @@ class HypernetworkSearch(Rule):
             ranks[target.name] = rank_or_dense(target, len(chosen))
         return ranks
 
-    def selected(self) -> dict[str, Tensor] | None:
-        """Return the ascending indices of the components that each target keeps, `(rank,)`, by target name.
+    def selected_weights(self) -> dict[str, Tensor]:
+        """Return the sum of the components that each target keeps, `(out, in)`, by name, but for dense targets.
 
-        Targets that stay dense are left out. None if the setting `selection` is `ranks`: the leading components are
-        kept then.
+        The decomposition of such a weight under the same weighting has exactly these components, in the same order.
         """
-        if self.method.selection == "ranks":
-            return None
-        chosen = ((target, indices) for target, indices in self._chosen() if len(indices) <= largest_rank(target))
-        return {target.name: torch.tensor(sorted(indices)) for target, indices in chosen}
-
-    def shaped_weights(self) -> dict[str, Tensor] | None:
-        """Return the sum of the `selected` components of each target, `(out, in)`, by name.
-
-        None if `selected` returns None. The decomposition of such a weight under the same weighting has exactly these
-        components, in the same order.
-        """
-        if (selected := self.selected()) is None:
-            return None
-        parts = self.decompositions
-        return {name: parts[name].left[:, indices] @ parts[name].right[indices] for name, indices in selected.items()}
+        weights = {}
+        for target, chosen in self._chosen():
+            if len(chosen) <= largest_rank(target):
+                parts, indices = self.decompositions[target.name], sorted(chosen)
+                weights[target.name] = parts.left[:, indices] @ parts.right[indices]
+        return weights
 
     @torch.no_grad()
     def _chosen(self) -> list[tuple[Target, list[int]]]:

@@ -11,19 +11,19 @@ recipe.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import Field
 
 from eckart.factorization.weightings import Inputs, Weighting
-from eckart.model.targets import Storage
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.ranks.uniform import Uniform
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 if TYPE_CHECKING:
     from eckart.ranks import RankSearch
+    from eckart.recipe import Recipe
 
 
 class Borrowed(Method):
@@ -54,7 +54,7 @@ class Borrowed(Method):
         return self.weighting.pairs and self.ranks.pairs
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.storage, recipe.recovery)
+        lender = cast("Recipe", recipe).model_copy(update={"weighting": self.weighting, "ranks": self.ranks})
         for part in (self.weighting, self.ranks):
             for path, mistake in part.contradictions(lender):
                 yield path if path.startswith(("shaping", "storage")) else f"ranks.{path}", mistake
@@ -65,15 +65,3 @@ class Borrowed(Method):
         if result.changed:
             problem.model.load_state_dict(before)
         return SearchResult(result.ranks, problem.spectra())
-
-
-@dataclass(frozen=True)
-class _Lender:
-    """Recipe with the weighting and the search of `Borrowed`, to find contradictions between its parts."""
-
-    shaping: Method | None
-    weighting: Method
-    ranks: Method
-    residual: Method | None
-    storage: Storage
-    recovery: Method

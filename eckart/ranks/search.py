@@ -79,8 +79,10 @@ def search_ranks(
     """
     problem, shaped = replace(problem, targets=stored(problem.targets, storage)), None
     if shaping:
-        shaped = _shape(problem, shaping)
-        problem = replace(problem, statistics={**problem.statistics, **shaped.scores})
+        scores = shaping.shape(problem)
+        modules = [problem.model.get_submodule(target.name) for target in problem.targets]
+        shaped = Shaped(scores, share_left(modules), average_rank(modules), empty_rows(modules))
+        problem = replace(problem, statistics={**problem.statistics, **scores})
     result = _search_beside(residual, problem, method) if residual else method.search(problem)
     predicted_loss = None
     if result.spectra is not None:
@@ -93,13 +95,6 @@ def search_ranks(
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than {keep:g} of all allows")
     return chosen
-
-
-def _shape(problem: SearchProblem, shaping: Shaping) -> Shaped:
-    scores = shaping.shape(problem)
-    modules = [problem.model.get_submodule(target.name) for target in problem.targets]
-    rank = average_rank(problem.model, problem.targets)
-    return Shaped(scores, share_left(modules), rank, empty_rows(problem.model, problem.targets))
 
 
 def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> SearchResult:

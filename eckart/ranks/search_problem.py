@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -64,16 +64,11 @@ class SearchProblem(Problem):
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """Return the weighted decomposition of every target. No target may be a Product.
-
-        Raises:
-            ValueError: as `spectra`.
-        """
-        parts = {
+        """Return the weighted decomposition of every target; raises like `spectra`."""
+        return {
             target.name: decompose_target(self.model, target, self.weighting, self.statistics)
             for target in self.targets
         }
-        return cast("dict[str, Decomposition]", parts)
 
     def _spectrum(self, target: Target) -> Tensor:
         if isinstance(target, Product):
@@ -103,9 +98,7 @@ class SearchResult:
 class ByFormula(Method):
     """Base class of rank searches that compute ranks from spectra, sizes and `keep` alone."""
 
-    @property
-    def pairs(self) -> bool:
-        return True
+    pairs: ClassVar = True
 
     def search(self, problem: SearchProblem) -> SearchResult:
         spectra = problem.spectra()

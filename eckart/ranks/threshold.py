@@ -58,6 +58,7 @@ class Threshold(Optimization, Method):
     """
 
     alone = True
+    leaves_low_rank: ClassVar = True
     schedule = "constant"  # so that `steps` limits the training and has no effect on the learning rate
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
@@ -72,13 +73,9 @@ class Threshold(Optimization, Method):
     pressure: float = Field(0.1, gt=0, description="weight γ of Σ e^−α in the loss, which raises the thresholds α")
     threshold_learning_rate: float = Field(0.01, gt=0, description="learning rate of the thresholds α")
 
-    @property
-    def leaves_low_rank(self) -> bool:
-        return True
-
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.statistics or recipe.weighting.reads_shaping:
-            yield "weighting", "threshold cuts the singular values of W itself, so a weighting has no say; write none"
+            yield "weighting", "threshold cuts the singular values of W itself, so no weighting applies; write none"
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
 
@@ -137,7 +134,6 @@ class ThresholdSearch(Rule):
         self.values = _Values(spectra)
         self.before = module_state(self.values)
         self.steps = 0
-        self._done = False
         self._set_gates()
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
@@ -167,7 +163,7 @@ class ThresholdSearch(Rule):
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        if self._done:
+        if self.done:
             return
         self.steps = step + 1
         self._bound()
@@ -206,13 +202,8 @@ class ThresholdSearch(Rule):
         self._bound()
 
     def _freeze(self) -> None:
-        self._done = True
+        self.done = True
         self.values.requires_grad_(False).zero_grad()
-
-    @property
-    def done(self) -> bool:
-        """Whether the budget is met, so that training may stop."""
-        return self._done
 
     def measures(self) -> dict[str, float]:
         """Return the share of parameters that is kept and the mean threshold."""
@@ -220,7 +211,7 @@ class ThresholdSearch(Rule):
 
     def state(self) -> dict[str, Tensor]:
         """Return Σ, the thresholds α, and whether they are frozen."""
-        return {**module_state(self.values), _DONE: torch.tensor([self._done])}
+        return {**module_state(self.values), _DONE: torch.tensor([self.done])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.values.load_state_dict({name: value for name, value in state.items() if name != _DONE})
@@ -244,7 +235,7 @@ class ThresholdSearch(Rule):
         Raises:
             ValueError: the budget was never met.
         """
-        if not self._done:
+        if not self.done:
             raise ValueError(
                 f"after {self.steps} steps the targets keep {self._share():.4f} of their parameters, more than "
                 f"keep={self.keep}: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"

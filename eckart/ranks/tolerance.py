@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
+from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
 from eckart.factorization.weightings import Weighting
@@ -57,6 +57,10 @@ class Tolerance(Method):
     Each target, in order of execution, gets the smallest rank within its share of the increase.
     """
 
+    asks_frozen: ClassVar = True
+    leaves_low_rank: ClassVar = True
+    pairs: ClassVar = True
+
     kind: Literal["tolerance"] = Field(
         "tolerance", description="smallest ranks within an allowed increase of the loss (DRONE)"
     )
@@ -73,25 +77,9 @@ class Tolerance(Method):
         "that results differ from run to run",
     )
 
-    @property
-    def asks_frozen(self) -> bool:
-        return True
-
-    @property
-    def pairs(self) -> bool:
-        return True
-
-    @property
-    def leaves_low_rank(self) -> bool:
-        return True
-
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.reads_shaping:
-            kind = recipe.weighting.kind
-            yield (
-                "weighting",
-                f"tolerance gathers statistics anew on its way, and {kind} has none to gather; write another",
-            )
+            yield "weighting", f"tolerance gathers statistics anew, and {recipe.weighting.kind} has none; write another"
 
     def search(self, problem: SearchProblem) -> SearchResult:
         ranks = tolerated_ranks(
@@ -114,7 +102,6 @@ def tolerated_ranks(
     keep: float,
     batches: Sequence[Batch],
     weighting: Weighting,
-    seconds: Mapping[str, float] | None = None,
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
 ) -> Ranks:
@@ -129,8 +116,6 @@ def tolerated_ranks(
     Args:
         targets: in order of execution, as `find_targets` returns them.
         batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
-        seconds: target name → running time of its module, for the setting `times: measured`. None: the times are
-            measured here, and two runs can find different ranks.
         loss: returns the sum of the losses of all examples.
         calibration_loss: loss for gradient statistics; by default `loss`.
 
@@ -138,22 +123,13 @@ def tolerated_ranks(
         ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
             is no batch, or the loss of `model` is not positive and finite.
     """
-    budget = allowance(targets, keep)
-    if settings.increase is None and total(targets, dict.fromkeys(_names(targets))) <= budget:
-        return dict.fromkeys(_names(targets))  # the dense weights meet keep
+    dense: Ranks = {target.name: None for target in targets}
+    if settings.increase is None and total(targets, dense) <= allowance(targets, keep):
+        return dense
     if not batches:
-        raise ValueError("there is no calibration sample: raise data.sizes.calibration")
+        raise ValueError("there is no calibration example: raise data.sizes.calibration")
     with eval_mode(model):
-        walks = _Walks(
-            model,
-            targets,
-            settings.grid,
-            batches,
-            weighting,
-            _times(model, targets, settings, batches, seconds),
-            loss,
-            calibration_loss or loss,
-        )
+        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss)
         try:
             if settings.increase is None:
                 return walks.meet(keep)
@@ -203,16 +179,10 @@ def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch)
 def module_seconds(
     model: PreTrainedModel, targets: Sequence[Target], batch: Batch, repetitions: int
 ) -> dict[str, float]:
-    """Return the median seconds that every target's module takes in a forward pass of `batch`.
+    """Return the median seconds that every target's module takes in a forward pass of `batch`, over all its calls.
 
-    The median is over `repetitions` passes, after one pass that is not counted. The seconds of a pass are the sum over
-    all calls of the module.
-
-    Raises:
-        ValueError: `repetitions` is below 1.
+    The median is over `repetitions` passes, after one pass that is not counted.
     """
-    if repetitions < 1:
-        raise ValueError(f"repetitions={repetitions} measures nothing: raise it to 1 or more")
     started: dict[str, float] = {}
     seconds: list[dict[str, float]] = []
 
@@ -225,9 +195,9 @@ def module_seconds(
         seconds[-1][name] += time.perf_counter() - started[name]
 
     for _ in range(1 + repetitions):
-        seconds.append(dict.fromkeys(_names(targets), 0.0))
+        seconds.append({target.name: 0.0 for target in targets})
         _run(model, targets, batch, before=start, after=stop)
-    return {name: median(some[name] for some in seconds[1:]) for name in _names(targets)}
+    return {target.name: median(taken[target.name] for taken in seconds[1:]) for target in targets}
 
 
 @dataclass(frozen=True)
@@ -245,28 +215,39 @@ class _Walks:
         self,
         model: PreTrainedModel,
         targets: Sequence[Target],
-        grid: int,
+        settings: Tolerance,
         batches: Sequence[Batch],
         weighting: Weighting,
-        times: Mapping[str, float],
         loss: Loss,
         calibration_loss: Loss,
     ) -> None:
         self.model = model
-        self.of_samples = loss
+        self.sum_of_losses = loss
         self.calibration_loss = calibration_loss
         self.targets = tuple(targets)
-        self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
+        self.changed: dict[str, list[Tensor]] = {}
+        """Target name → what its approximation changes: its weight, or weight and bias of a product's second layer."""
+        for target in targets:
+            if isinstance(target, Product):
+                parameters = list(model.get_submodule(target.other.name).parameters())
+            else:
+                parameters = [model.get_submodule(target.name).get_parameter("weight")]
+            self.changed[target.name] = [parameter.detach() for parameter in parameters]
         self.dense = self._weights()
-        self.grids = {target.name: grid_ranks(target, grid) for target in targets}
+        self.grids = {target.name: grid_ranks(target, settings.grid) for target in targets}
         self.batches = batches
         self.weighting = weighting
-        self.times = {name: times[name] for name in _names(targets)}
+        # multiply-accumulates by default (choice): unlike seconds, they are the same in every run
+        self.times = (
+            module_macs(model, targets, batches[0])
+            if settings.times == "macs"
+            else module_seconds(model, targets, batches[0], _REPETITIONS)
+        )
         self.gathered: tuple[str, Statistics] | None = None
         self.loss = self._loss()
         if not (math.isfinite(self.loss) and self.loss > 0):
             raise ValueError(
-                f"the loss of the dense model is {self.loss:g}, which has no shares: write another kind of ranks"
+                f"the loss of the original model is {self.loss:g}, which has no shares: write another kind of ranks"
             )
 
     def within(self, increase: float, keep: float) -> Ranks:
@@ -342,19 +323,17 @@ class _Walks:
             return None
         decomposition = decompose_target(self.model, target, self.weighting, self._statistics(target))
         for rank in grid:
-            self._approximate(target, *decomposition.truncate(rank))
+            left, right = decomposition.truncate(rank)
+            if isinstance(target, Product):
+                approximate_product(self.model, target, left, right)
+            else:
+                set_weight(self.model.get_submodule(target.name), left @ right)
             loss = self._loss()
             if loss < bound:
                 losses[target.name] = loss
                 return rank
             self._put({target.name: self.dense[target.name]})
         return None
-
-    def _approximate(self, target: Target, left: Tensor, right: Tensor) -> None:
-        if isinstance(target, Product):
-            approximate_product(self.model, target, left, right)
-        else:
-            set_weight(self.model.get_submodule(target.name), left @ right)
 
     def _statistics(self, target: Target) -> Statistics:
         """Return the statistics of `target`, gathered from the model in its current state (section 3.3).
@@ -368,9 +347,9 @@ class _Walks:
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
         if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
-        names = {name for each in target.layers for name in (each.name, each.input_of)}
-        wanted = [each for some in self.targets for each in some.layers if each.name in names]
-        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.calibration_loss)
+        names = {name for layer in target.layers for name in (layer.name, layer.input_of)}
+        layers = [layer for other in self.targets for layer in other.layers if layer.name in names]
+        self.gathered = target.input_of, collect(self.model, self.batches, layers, kinds, self.calibration_loss)
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:
@@ -383,8 +362,8 @@ class _Walks:
     @torch.no_grad()
     def _loss(self) -> float:
         """Return the mean loss of all examples."""
-        samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
-        return sum(float(self.of_samples(self.model, batch)) for batch in self.batches) / samples
+        examples = sum(map(batch_size, self.batches))
+        return sum(float(self.sum_of_losses(self.model, batch)) for batch in self.batches) / examples
 
     def _weights(self) -> dict[str, list[Tensor]]:
         return {name: [values.clone() for values in changed] for name, changed in self.changed.items()}
@@ -396,42 +375,12 @@ class _Walks:
                 parameter.copy_(value)
 
 
-def _names(targets: Sequence[Target]) -> list[str]:
-    return [target.name for target in targets]
-
-
-def _changed_by_approximation(model: PreTrainedModel, target: Target) -> list[Tensor]:
-    """Return the tensors that an approximation of `target` changes.
-
-    These are the weight of a single layer, or the weight and bias of a product's second layer.
-    """
-    if not isinstance(target, Product):
-        return [model.get_submodule(target.name).get_parameter("weight").detach()]
-    return [parameter.detach() for parameter in model.get_submodule(target.other.name).parameters()]
-
-
-def _times(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    settings: Tolerance,
-    batches: Sequence[Batch],
-    seconds: Mapping[str, float] | None,
-) -> Mapping[str, float]:
-    """Return the running time E_i of each target, by default in multiply-accumulates (choice).
-
-    Unlike seconds, these are the same in every run.
-    """
-    if settings.times == "macs":
-        return module_macs(model, targets, batches[0])
-    return module_seconds(model, targets, batches[0], _REPETITIONS) if seconds is None else seconds
-
-
 def _shares(times: Mapping[str, float]) -> dict[str, float]:
     for name, value in times.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the time of {name} is {value:g}: write one above 0, or take times macs")
-    everything = sum(times.values())
-    return {name: value / everything for name, value in times.items()}
+    whole = sum(times.values())
+    return {name: value / whole for name, value in times.items()}
 
 
 def _run(
@@ -443,7 +392,8 @@ def _run(
 ) -> None:
     """Run `model`; call `before` with the name and input of each target that runs, and `after` with name and output."""
     hooks: list[Any] = []
-    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.layers):
+    for name, layer in ((target.name, layer) for target in targets for layer in target.layers):
+        module = model.get_submodule(layer.name)
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:

@@ -74,8 +74,7 @@ class DistillationRule(Rule):
         """
         self.settings = settings
         self.teacher = teacher.eval()
-        self.layers, self.logits, self.temperature = settings.layers, settings.logits, settings.temperature
-        self.classification = classification
+        self.temperature = settings.temperature if classification else None
         self.predictions = predictions
         self.forward_options = {"output_hidden_states": True} if settings.layers else {}
         self.errors: dict[str, Tensor] = {}
@@ -91,19 +90,21 @@ class DistillationRule(Rule):
             ValueError: a model does not return the outputs that a term compares, or those of the two models differ in
                 shape.
         """
-        if not self.layers and not self.logits:
+        layers, logits = self.settings.layers, self.settings.logits
+        if not layers and not logits:
             return None
         of_teacher = self._run_teacher(batch)
         terms: list[Tensor] = []
-        if self.layers:
+        if layers:
             error = _layers_error(outputs, of_teacher, batch)
             self.errors["distill_layers"] = error.detach()
-            terms.append(self.layers * error)
-        if self.logits:
-            pair = self.predictions(outputs, batch), self.predictions(of_teacher, batch)
-            error = logits_error(*pair, self.temperature if self.classification else None)
+            terms.append(layers * error)
+        if logits:
+            error = logits_error(
+                self.predictions(outputs, batch), self.predictions(of_teacher, batch), self.temperature
+            )
             self.errors["distill_logits"] = error.detach()
-            terms.append(self.logits * error)
+            terms.append(logits * error)
         return sum(terms[1:], terms[0])
 
     def measures(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ class Finetune(Optimization, Method):
     """Settings of plain fine-tuning, which trains all parameters of the model."""
 
     for_dense: ClassVar = True
+    pairs: ClassVar = True
     captions: ClassVar = Distillation.captions
 
     kind: Literal["finetune"] = Field("finetune", description="trains all parameters on the task")
@@ -25,10 +26,6 @@ class Finetune(Optimization, Method):
         None,
         description="distillation from the original model: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: none",
     )
-
-    @property
-    def pairs(self) -> bool:
-        return True
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         if self.distillation:

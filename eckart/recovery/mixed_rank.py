@@ -5,7 +5,7 @@ Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch, Loss, Predictions, logits_of, mean_loss
-from eckart.model.layers import LowRankLinear, factorized, replace
+from eckart.model.layers import LowRankLinear, low_rank_layers, replace
 from eckart.model.targets import weight_of
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.recovery.distillation import Distillation
@@ -55,19 +55,13 @@ class MixedRank(Optimization, Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield (
-                "recovery",
-                "mixed_rank runs the weight that was factorized, and this one has its rank already; write finetune",
-            )
+            yield "recovery", f"mixed_rank needs dense weights, and {recipe.ranks.kind} leaves low rank; write finetune"
         if recipe.residual is not None:
-            yield (
-                "recovery",
-                "mixed_rank runs the dense weight beside the factors, and so does a residual; write finetune",
-            )
+            yield "recovery", "mixed_rank and a residual both use the dense weight beside factors; write finetune"
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         source, task = problem.source(), problem.objective
-        weights = {name: weight_of(source.get_submodule(name)) for name in factorized(problem.model)}
+        weights = {name: weight_of(source.get_submodule(name)) for name in low_rank_layers(problem.model)}
         yield MixedRankRule(
             problem.model, weights, self, task.classes, problem.seed, task.predictions, task.training_loss
         )
@@ -110,9 +104,6 @@ class MixedRankRule(Rule):
         seed: seed of the draws of z.
         predictions: picks the logits to compare from a model's outputs.
         loss: loss of the task; None: the model's own.
-
-    Raises:
-        ValueError: a target is not factorized, or its W has another shape than its factors.
     """
 
     settings: MixedRank
@@ -136,7 +127,8 @@ class MixedRankRule(Rule):
         self.generator = torch.Generator().manual_seed(seed)
         self.p = settings.initial
         self.disagreement = 0.0
-        self.layers = {name: _mixed(model, name, weight) for name, weight in weights.items()}
+        layers = low_rank_layers(model)
+        self.layers = {name: MixedLinear(layers[name], weight) for name, weight in weights.items()}
         for name, layer in self.layers.items():
             replace(model, name, layer)
 
@@ -153,16 +145,16 @@ class MixedRankRule(Rule):
 
         Backward may recompute a pass (gradient checkpointing). By then the other pass has drawn its own z.
         """
-        drawn = {layer: layer.dense for layer in self.layers.values()}
+        drawn = [layer.dense for layer in self.layers.values()]
 
         @contextmanager
         def as_drawn() -> Iterator[None]:
-            now = {layer: layer.dense for layer in drawn}
-            _set(drawn)
+            now = [layer.dense for layer in self.layers.values()]
+            self._set(drawn)
             try:
                 yield
             finally:
-                _set(now)
+                self._set(now)
 
         return as_drawn()
 
@@ -200,8 +192,11 @@ class MixedRankRule(Rule):
     def _draw(self) -> None:
         """Draw z ~ Bernoulli(p) for each target."""
         draws = torch.rand(len(self.layers), generator=self.generator).tolist()
-        for layer, draw in zip(self.layers.values(), draws, strict=True):
-            layer.dense = draw < self.p
+        self._set([draw < self.p for draw in draws])
+
+    def _set(self, dense: Sequence[bool]) -> None:
+        for layer, z in zip(self.layers.values(), dense, strict=True):
+            layer.dense = z
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the disagreement D of two logits `(predictions, classes)`, averaged over the predictions.
@@ -213,18 +208,3 @@ class MixedRankRule(Rule):
             return mse_loss(first, second)
         p, q = log_softmax(first, -1), log_softmax(second, -1)
         return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2
-
-
-def _set(drawn: Mapping[MixedLinear, bool]) -> None:
-    for layer, dense in drawn.items():
-        layer.dense = dense
-
-
-def _mixed(model: PreTrainedModel, name: str, weight: Tensor) -> MixedLinear:
-    layer = model.get_submodule(name)
-    if not isinstance(layer, LowRankLinear):
-        raise ValueError(f"{name} is not factorized, so there is nothing to mix: leave it out of the weights")
-    shape = (layer.left.shape[0], layer.right.shape[1])
-    if weight.shape != shape:
-        raise ValueError(f"the weight of {name} is {tuple(weight.shape)}, its factors' product {shape}: pass (out, in)")
-    return MixedLinear(layer, weight)

@@ -61,18 +61,15 @@ class SparseRows(Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield (
-                "residual",
-                f"{recipe.ranks.kind} leaves weights of low rank, which have no rest for sparse rows; write null",
-            )
+            yield "residual", f"{recipe.ranks.kind} leaves low rank, so no rest for sparse rows; write null"
         if self.low_rank == 0 and not recipe.ranks.by_size:
-            yield "ranks", "all ranks are 0 where residual.low_rank is, so there is nothing to search; write uniform"
+            yield "ranks", "all ranks are 0 because residual.low_rank is 0; write uniform"
         if recipe.storage == "pivoted":
-            yield "storage", "is pivoted, but sparse rows stand beside factors; write factors"
+            yield "storage", "is pivoted, but sparse rows need factors; write factors"
         if not recipe.recovery.trains:
             yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
         yield from exceeding("residual", self.start, self.end)
-        steps = next((training.steps for training in recipe.recovery.trainings.values()), 0)
+        steps = next((training.steps for training in recipe.recovery.trainings.values()), 0)  # of the first training
         if self.window is not None and self.window > (most := steps - _cool_down(self, steps)):
             yield (
                 "residual.window",
@@ -136,8 +133,8 @@ class _Rows:
 class RowPruning(Rule):
     """Training rule that prunes the least important rows of S until factors and rows of all targets meet the budget.
 
-    It prunes every low-rank layer with a residual of all `out` rows; other layers count with their current size. While
-    the model trains, pruned rows are zeros. `finish` removes them, and merges the parts of a target that stays dense.
+    The residuals of all low-rank layers have all `out` rows at first. While the model trains, pruned rows are zeros.
+    `finish` removes them, and merges the parts of a target that stays dense.
     """
 
     def __init__(self, model: PreTrainedModel, settings: SparseRows, budget: int, steps: int) -> None:
@@ -147,26 +144,24 @@ class RowPruning(Rule):
             steps: number of steps of the training.
 
         Raises:
-            ValueError: `steps` is 0, no layer has a residual of all rows, or the factors exceed the budget.
+            ValueError: `steps` is 0, no layer has a residual, or the factors exceed the budget.
         """
         if steps < 1:
             raise ValueError("rows are pruned while the model trains, and there is no step: raise recovery.steps")
         self.settings = settings
         self.model = model
-        self.smoothing = settings.smoothing
         self.window = settings.window
         self.steps = steps
         self.end = _cool_down(settings, steps)
         self.start = min(steps_in(settings.start, steps), steps - self.end)
-        layers = low_rank_layers(model)
-        self.targets = {name: _all_rows(layer) for name, layer in layers.items() if _is_complete(layer)}
+        self.targets: dict[str, _Rows] = {}
+        for name, layer in low_rank_layers(model).items():
+            if layer.rows is not None:
+                zeros = torch.zeros(len(layer.left), device=layer.rows.device)
+                self.targets[name] = _Rows(layer, zeros, kept=torch.ones_like(zeros, dtype=torch.bool), mean=zeros)
         if not self.targets:
-            raise ValueError("no target has a residual with all of its rows: factorize with a residual first")
+            raise ValueError("no target has sparse rows to prune: lower keep, or set residual to null")
         taken = sum(rows.factors for rows in self.targets.values())
-        for name, layer in layers.items():
-            if name not in self.targets:
-                parts = (layer.left, layer.right, layer.residual)
-                taken += sum(part.numel() for part in parts if part is not None)
         if taken > budget:
             raise ValueError(
                 f"the factors have {taken} parameters, more than the {budget} of all targets: lower residual.low_rank "
@@ -235,10 +230,11 @@ class RowPruning(Rule):
             rows.mean = state.get(f"{name}{_MEAN}", rows.mean).clone()
 
     def _smooth(self, rows: _Rows, score: Tensor) -> None:
-        rows.scores = self.smoothing * rows.scores.to(score.device) + (1 - self.smoothing) * score
+        smoothing = self.settings.smoothing
+        rows.scores = smoothing * rows.scores.to(score.device) + (1 - smoothing) * score
 
-    def _average(self, done: int) -> None:
-        """Add the scores of this step to the mean over the window, which has `done` steps so far.
+    def _average(self, steps: int) -> None:
+        """Add the scores of this step to the mean over the window, which has `steps` steps so far.
 
         As in the authors' code, the mean of a window is smoothed at the first step of the next window, and rows are
         pruned at that step. The gradients are already clipped here (choice; the authors' code does not clip): by one
@@ -247,9 +243,9 @@ class RowPruning(Rule):
         for rows in self.targets.values():
             score, rows.gradient = _sensitivity(rows, rows.gradient), None
             mean = rows.mean.to(score.device)
-            if not done:
+            if not steps:
                 self._smooth(rows, mean)
-            rows.mean = (mean * done + score) / (done + 1)
+            rows.mean = (mean * steps + score) / (steps + 1)
 
     def _prune(self, room: int) -> None:
         """Keep rows of all targets in descending order of score until `room` parameters are used; zero the others."""
@@ -275,13 +271,3 @@ def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
 def _order(scores: Tensor) -> Tensor:
     """Return the indices of the scores from the highest to the lowest; equal scores keep their order."""
     return scores.argsort(descending=True, stable=True)
-
-
-def _is_complete(layer: LowRankLinear) -> bool:
-    """Return whether the layer has a residual with all `out` rows, in their own order."""
-    return layer.rows is not None and torch.equal(layer.rows, torch.arange(len(layer.left), device=layer.rows.device))
-
-
-def _all_rows(layer: LowRankLinear) -> _Rows:
-    zeros = torch.zeros(len(layer.left), device=layer.get_buffer("rows").device)
-    return _Rows(layer, scores=zeros, kept=torch.ones_like(zeros, dtype=torch.bool), mean=zeros)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from eckart.model.targets import Target, weight_of
+from eckart.model.targets import weight_of
 
 
 def share_left(modules: Iterable[nn.Module]) -> float:
@@ -16,9 +16,9 @@ def share_left(modules: Iterable[nn.Module]) -> float:
     return sum(int(weight.count_nonzero()) for weight in weights) / sum(weight.numel() for weight in weights)
 
 
-def average_rank(model: nn.Module, targets: Sequence[Target]) -> float:
-    """Return the mean numerical rank of the targets' weights, which pruning lowers (LPAF, section 3.2)."""
-    return sum(numerical_rank(weight_of(model.get_submodule(target.name))) for target in targets) / len(targets)
+def average_rank(modules: Sequence[nn.Module]) -> float:
+    """Return the mean numerical rank of the weights of linear layers, which pruning lowers (LPAF, section 3.2)."""
+    return sum(numerical_rank(weight_of(module)) for module in modules) / len(modules)
 
 
 def numerical_rank(weight: Tensor) -> int:
@@ -31,6 +31,6 @@ def numerical_rank(weight: Tensor) -> int:
     return int((values > torch.finfo(weight.dtype).eps * values.norm()).sum())
 
 
-def empty_rows(model: nn.Module, targets: Sequence[Target]) -> int:
-    """Count the rows of the targets' weights `(out, in)` that are all zero; such rows lower the rank."""
-    return sum(int((weight_of(model.get_submodule(target.name)) == 0).all(1).sum()) for target in targets)
+def empty_rows(modules: Iterable[nn.Module]) -> int:
+    """Count the rows of the weights `(out, in)` of linear layers that are all zero; such rows lower the rank."""
+    return sum(int((weight_of(module) == 0).all(1).sum()) for module in modules)

@@ -100,11 +100,11 @@ class WeightPruning(Rule):
             return
         for name, module in self.modules.items():
             gradient = module.get_parameter("weight").grad
-            if gradient is not None:
-                gradient = gradient.T if isinstance(module, Conv1D | nn.Embedding) else gradient
-                change = -gradient * weight_of(module)
-                signed = self.pruning.score == "first_order"
-                self.scores[name] = self._score(name) + (change if signed else change.abs())
+            if gradient is None:
+                continue
+            change = -(gradient.T if isinstance(module, Conv1D | nn.Embedding) else gradient) * weight_of(module)
+            signed = self.pruning.score == "first_order"
+            self.scores[name] = self._score(name) + (change if signed else change.abs())
 
     def after_update(self, step: int) -> None:
         """Zero all but the share v_t of each matrix with the best scores; v_t follows the cubic schedule (section 2.2).
@@ -134,6 +134,15 @@ class WeightPruning(Rule):
         """
         return {"movement": {f"{name}.output": self._row_scores(name) for name in self.modules}}
 
+    def _row_scores(self, name: str) -> Tensor:
+        scores = self._score(name)
+        if not torch.isfinite(scores).all():
+            raise ValueError(f"the pruning scores of {name} are not finite: lower shaping.learning_rate")
+        nonzero = weight_of(self.modules[name]) != 0
+        rows = (scores.clamp(min=0) * nonzero).float().sum(1)
+        rows = rows.clamp(min=_FLOOR * float(rows.mean())) if rows.any() else torch.ones_like(rows)
+        return rows / rows.sum()
+
     def measures(self) -> dict[str, float]:
         """Return the share of all targets' weights that are not zero."""
         return {"remaining": share_left(self.modules.values())}
@@ -152,15 +161,6 @@ class WeightPruning(Rule):
         precision = torch.promote_types(weight.dtype, torch.float32)
         scores = self.scores.get(name)
         return torch.zeros_like(weight, dtype=precision) if scores is None else scores.to(weight.device)
-
-    def _row_scores(self, name: str) -> Tensor:
-        scores = self._score(name)
-        if not torch.isfinite(scores).all():
-            raise ValueError(f"the pruning scores of {name} are not finite: lower shaping.learning_rate")
-        left = weight_of(self.modules[name]) != 0
-        rows = (scores.clamp(min=0) * left).float().sum(1)
-        rows = rows.clamp(min=_FLOOR * float(rows.mean())) if rows.any() else torch.ones_like(rows)
-        return rows / rows.sum()
 
 
 def _lowest(scores: Tensor, count: int) -> Tensor:

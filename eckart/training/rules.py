@@ -29,6 +29,9 @@ class Rule:
     forward_options: Mapping[str, Any] = {}
     """Keyword arguments of the model, in addition to the batch."""
 
+    done: bool = False
+    """Whether training may stop before its last step."""
+
     def before_forward(self, step: int) -> None:
         """Prepare the model for this step."""
 
@@ -50,11 +53,6 @@ class Rule:
 
     def finish(self) -> None:
         """Turn the model into one that can be saved. Called after the last step."""
-
-    @property
-    def done(self) -> bool:
-        """Whether training may stop before its last step."""
-        return False
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
         """Return parameters outside the model that are trained with it, as groups of a torch optimizer.

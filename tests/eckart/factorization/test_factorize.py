@@ -11,16 +11,13 @@ from torch import Tensor, nn
 
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
-from eckart.factorization.weightings import Inputs, Kfac, Weighting
+from eckart.factorization.weightings import Inputs, Kfac
 from eckart.model.layers import factorized
 from eckart.model.targets import Target, find_targets
 from tests import tiny
 
-INPUTS = Inputs(kind="inputs")
-WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac", shrinkage=0.0)]
-BATCHES = tiny.batches(tiny.samples(16), 4)
-
-
+INPUTS = Inputs()
+BATCHES = tiny.batches(tiny.samples(8), 4)
 IN_ORDER = InOrder(anchor=0.0, ridge=1e-9)
 
 
@@ -68,33 +65,30 @@ def test_a_chain_solved_by_hand():
     assert fresh == pytest.approx(3**2, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
+def test_fresh_inputs_are_never_worse_on_a_chain_of_two():
     """Eckart and Young for W₂ on its current inputs: the error of Ŵ₁ is orthogonal to them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     weights, x = [draw(6, 5), draw(7, 6)], draw(9, 3, 5)
     stale, fresh = errors(weights, x, [2, 3])
-    assert fresh <= stale * (1 + 1e-9)
-    assert fresh < stale  # and they differ, as the inputs do
+    assert fresh < stale
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_each_target_is_decomposed_under_its_current_inputs(weighting):
+def test_each_target_is_decomposed_under_its_current_inputs():
     """Bit for bit as with a separate forward of the partly factorized model for each tensor that targets read."""
-    found, expected = tiny.llama(), tiny.llama()
-    targets = find_targets(found, BATCHES[0]).targets
+    model, expected, weighting = tiny.llama(), tiny.llama(), Kfac()
+    targets = find_targets(model, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
-    statistics = collect(found, BATCHES, targets, weighting.statistics)
-    factorize_in_order(found, targets, ranks, weighting, statistics, BATCHES, IN_ORDER)
+    statistics = collect(model, BATCHES, targets, weighting.statistics)
+    factorize_in_order(model, targets, ranks, weighting, statistics, BATCHES, IN_ORDER)
     for name in dict.fromkeys(target.input_of for target in targets):
         group = [target for target in targets if target.input_of == name]
         anew = {**statistics, **collect(expected, BATCHES, group, ["inputs"])}
         factorize_at_once(expected, group, ranks, weighting, anew)
-    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
+    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_a_shared_input_is_gathered_also_if_its_first_reader_stays_dense():

@@ -21,11 +21,8 @@ ADAPTER: TypeAdapter[Weighting] = TypeAdapter(Weighting)
 WRITTEN = [
     {"kind": "none"},
     {"kind": "fisher", "axis": "input"},
-    {"kind": "fisher", "axis": "output"},
-    {"kind": "taylor", "axis": "input"},
     {"kind": "taylor", "axis": "output"},
     {"kind": "inputs"},
-    {"kind": "kfac", "shrinkage": 0.0},
     {"kind": "kfac", "shrinkage": 0.5},
     {"kind": "fisher_inputs"},
 ]
@@ -77,11 +74,10 @@ def test_missing_statistics_are_an_error_that_names_them(written):
         weigh(weighting, KEY, {})
 
 
-@pytest.mark.parametrize("kind", ["fisher", "taylor"])
-def test_scores_of_inputs_weigh_columns_and_scores_of_outputs_rows(kind):
-    scores = {kind: {"key.input": torch.arange(6.0), "key.output": torch.arange(4.0)}}
-    by_input = weigh(parse({"kind": kind, "axis": "input"}), KEY, scores)
-    by_output = weigh(parse({"kind": kind, "axis": "output"}), KEY, scores)
+def test_scores_of_inputs_weigh_columns_and_scores_of_outputs_rows():
+    scores = {"fisher": {"key.input": torch.arange(6.0), "key.output": torch.arange(4.0)}}
+    by_input = weigh(parse({"kind": "fisher", "axis": "input"}), KEY, scores)
+    by_output = weigh(parse({"kind": "fisher", "axis": "output"}), KEY, scores)
     assert by_input.left is None
     assert torch.equal(by_input.right, torch.arange(6.0))
     assert torch.equal(by_output.left, torch.arange(4.0))
@@ -128,7 +124,7 @@ def test_the_loss_under_kfac_is_the_squared_change_of_the_loss(calibration):
 def test_shrinkage_mixes_kfac_with_the_mean_gradient_of_all_outputs(calibration, share):
     x, delta, error = calibration
     gathered = token_statistics(x, delta)
-    plain, shrunk = (weigh(parse({"kind": "kfac", "shrinkage": some}), KEY, gathered) for some in (0.0, share))
+    plain, shrunk = (weigh(parse({"kind": "kfac", "shrinkage": value}), KEY, gathered) for value in (0.0, share))
     mean = gathered["output_gradients"]["key"].diagonal().mean()
     even = mean * (x @ error.T).square().sum() / len(x) / x.shape[1]
     expected = (1 - share) * weighted_loss(error, plain) + share * even

@@ -17,7 +17,6 @@ from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, allowance
 from eckart.ranks.search import search_ranks
 from eckart.ranks.search_problem import SearchProblem, SearchResult
-from eckart.residual import Residual
 from eckart.residual.sparse_rows import SparseRows
 from tests import tiny
 
@@ -34,10 +33,6 @@ def problem(keep: float = 0.5) -> SearchProblem:
     targets = find_targets(model, BATCH).targets
     objective = Objective(loss, loss, None, logits_of, classes=True)
     return SearchProblem(model, targets, keep, 0, objective, Plain(kind="none"), {}, train=refuse, calibration=refuse)
-
-
-def sparse_rows(low_rank: float) -> Residual:
-    return SparseRows(kind="sparse_rows", low_rank=low_rank, smoothing=0.85, start=0.1, end=0.3, window=None)
 
 
 def test_the_predicted_loss_is_half_the_squared_error_of_the_factors() -> None:
@@ -60,11 +55,14 @@ def test_pivoted_storage_pays_for_larger_ranks() -> None:
 
 
 def test_factors_beside_sparse_rows_get_their_share_of_the_budget() -> None:
-    beside, alone = search_ranks(problem(0.8), UNIFORM, residual=sparse_rows(0.5)), search_ranks(problem(0.4), UNIFORM)
+    beside, alone = (
+        search_ranks(problem(0.8), UNIFORM, residual=SparseRows(low_rank=0.5)),
+        search_ranks(problem(0.4), UNIFORM),
+    )
     assert beside.ranks == alone.ranks
-    assert set(search_ranks(problem(), UNIFORM, residual=sparse_rows(0.0)).ranks.values()) == {0}
+    assert set(search_ranks(problem(), UNIFORM, residual=SparseRows(low_rank=0.0)).ranks.values()) == {0}
     with pytest.raises(NoRank, match=r"raise residual\.low_rank"):
-        search_ranks(problem(), UNIFORM, residual=sparse_rows(0.01))
+        search_ranks(problem(), UNIFORM, residual=SparseRows(low_rank=0.01))
 
 
 def test_a_search_that_exceeds_its_budget_is_refused() -> None:
@@ -86,7 +84,7 @@ def test_shaping_gives_the_search_its_scores_and_the_whole_budget() -> None:
             return {"movement": {target.name: torch.ones(target.out_features) for target in problem.targets}}
 
     case = problem()
-    chosen = search_ranks(case, UNIFORM, shaping=Halving(), residual=sparse_rows(0.5))  # type: ignore[arg-type]
+    chosen = search_ranks(case, UNIFORM, shaping=Halving(), residual=SparseRows(low_rank=0.5))  # type: ignore[arg-type]
     assert chosen.shaped is not None
     assert chosen.shaped.empty_rows == len(case.targets)
     assert 0 < chosen.shaped.share_left < 1

@@ -22,7 +22,6 @@ from eckart.model import hf_format
 from eckart.model.layers import LowRankLinear, factorize_target
 from eckart.model.targets import find_targets, weight_of
 from eckart.recovery.mixed_rank import MixedLinear, MixedRank, MixedRankRule
-from tasks.training.checkpoints import SECONDS
 from tasks.training.loop import train
 from tests import tiny
 from tests.workspace import collate, rows, tiny_config, tiny_tokenizer
@@ -32,20 +31,7 @@ CURVE = Path("curve.jsonl")
 
 
 def settings(**changes: Any) -> MixedRank:
-    values = {
-        "kind": "mixed_rank",
-        "steps": 10,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "warmup": 0.0,
-        "weight_decay": 0.01,
-        "initial": 0.5,
-        "until": 1.0,
-        "consistency": 1.0,
-        "consistency_after": False,
-        "distillation": None,
-    }
-    return MixedRank(**{**values, **changes})
+    return MixedRank(**{"steps": 10, "batch_size": 8, "learning_rate": 1e-2, "warmup": 0.0, "until": 1.0, **changes})
 
 
 def halves(rank: int = 3, dropout: bool = False, dense: int = 0) -> tuple[Any, Any, Any]:
@@ -187,20 +173,20 @@ def test_every_target_draws_on_its_own_at_rate_p():
 
 
 def test_draws_depend_on_the_seed_alone():
-    def some(seed: int, noise: int) -> list[list[bool]]:
+    def draws(seed: int, noise: int) -> list[list[bool]]:
         _, low, weights = halves(dropout=True)
         rule = rule_of(low, weights, seed)
         torch.manual_seed(noise)
         result = []
-        for step in range(4):
+        for step in range(2):
             rule.before_forward(step)
             result.append(drawn(rule))
             rule.extra_loss(low, BATCH, low(**BATCH))
             result.append(drawn(rule))
         return result
 
-    assert some(3, 1) == some(3, 2)
-    assert some(3, 1) != some(4, 1)
+    assert draws(3, 1) == draws(3, 2)
+    assert draws(3, 1) != draws(4, 1)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -283,17 +269,6 @@ def test_finish_leaves_the_very_layers_that_were_there(tmp_path):
     tiny.assert_same(loaded, low, BATCH)
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_wrapped():
-    _, low, weights = halves(dense=1)
-    first, second = find_targets(tiny.bert(), BATCH).targets[:2]
-    before = snapshot(low)
-    with pytest.raises(ValueError, match=first.name):
-        rule_of(low, {**weights, first.name: torch.ones(16, 16)})
-    with pytest.raises(ValueError, match=rf"{second.name} .*\(16, 40\).*\(16, 16\)"):
-        rule_of(low, {**weights, second.name: torch.ones(16, 40)})
-    assert snapshot(low) == before
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +276,6 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_wrapped():
 def sources(tmp_path, monkeypatch) -> SimpleNamespace:
     """A folder with a factorized model, as the loop loads one, and the weights that it came from."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(SECONDS, "0")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BertForSequenceClassification(tiny_config())
@@ -313,10 +287,10 @@ def sources(tmp_path, monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(folder=tmp_path / "model", weights=weights)
 
 
-def trained(sources: SimpleNamespace, again: bool = False, **changes: Any) -> PreTrainedModel:
+def trained(sources: SimpleNamespace, again: bool = False) -> PreTrainedModel:
     """Train; with `again`, activations within layers are computed again on the way back."""
     model = AutoModelForSequenceClassification.from_pretrained(sources.folder)
-    rule = MixedRankRule(model, sources.weights, settings(steps=6, **changes), classification=True, seed=0)
+    rule = MixedRankRule(model, sources.weights, settings(steps=3), classification=True, seed=0)
     options = {**rule.settings.options(), "seed": 0, "checkpoint_activations": again}
     train(model, collate(), rows(), CURVE, **options, rules=[rule])
     return model

@@ -24,8 +24,7 @@ BATCH = tiny.collate(tiny.samples(8))
 
 
 def settings(**changes: Any) -> SparseRows:
-    values = {"low_rank": 0.1, "smoothing": 0.5, "start": 0.0, "end": 0.0, "window": None, **changes}
-    return SparseRows(**{"kind": "sparse_rows", **values})
+    return SparseRows(**{"smoothing": 0.5, "start": 0.0, "end": 0.0, **changes})
 
 
 def layer(residual: Tensor, rank: int = 0) -> LowRankLinear:
@@ -165,13 +164,9 @@ def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothin
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        (0, [[], []]),
         (2, [[], []]),  # the best row has 3 parameters
-        (3, [[], [1]]),
         (5, [[2], [1]]),  # then one of 2
         (7, [[2], [1]]),  # then one of 3 again: what does not fit ends it, even if a smaller one would fit
-        (8, [[2], [0, 1]]),
-        (10, [[0, 2], [0, 1]]),
         (12, [[0, 1, 2], [0, 1]]),
     ],
 )
@@ -187,12 +182,9 @@ def test_rows_of_all_targets_compete_and_cost_what_they_hold(budget, expected):
 @pytest.mark.parametrize(
     ("budget", "expected", "left"),
     [
-        (16, [[], []], 14),
         (17, [[0], []], 17),
-        (19, [[0, 1, 2, 3], []], 19),  # its second row would pass the dense size, so it costs 2 and the others nothing
-        (21, [[0, 1, 2, 3], []], 19),
+        (21, [[0, 1, 2, 3], []], 19),  # its second row would pass the dense size, so it costs 2 and the others nothing
         (22, [[0, 1, 2, 3], [0]], 22),
-        (24, [[0, 1, 2, 3], [0, 1, 2, 3]], 24),
     ],
 )
 def test_a_target_never_costs_more_than_the_dense_one(budget, expected, left):
@@ -225,37 +217,24 @@ def problems(draw: st.DrawFn) -> tuple[Any, RowPruning, int]:
 
 
 @given(problems())
-def test_what_is_left_meets_the_budget_to_within_one_row(problem):
+def test_the_best_rows_that_the_budget_pays_for_are_left_and_finish_changes_no_output(problem):
+    """To within one row. Rows that cost nothing, of targets that stay dense, are left whatever they score."""
     model, rule, budget = problem
-    everything = sum(some.dense for some in rule.targets.values())
-    longest = max(some.layer.right.shape[1] for some in rule.targets.values())
+    everything = sum(rows.dense for rows in rule.targets.values())
+    longest = max(rows.layer.right.shape[1] for rows in rule.targets.values())
     rule.after_update(0)
-    rule.finish()
-    left = parameters(model, rule.targets)
-    assert left <= budget
-    assert left > budget - longest or left == everything
-
-
-@given(problems())
-def test_no_pruned_row_scores_more_than_a_kept_one(problem):
-    """But for the rows that cost nothing, of targets that stay dense."""
-    _, rule, _ = problem
-    rule.after_update(0)
-    factorized = [some for some in rule.targets.values() if not some.is_dense(some.kept)]
-    pruned = [score for some in factorized for score in some.scores[~some.kept].tolist()]
-    counted = [score for some in factorized for score in some.scores[some.kept].tolist()]
+    factorized = [rows for rows in rule.targets.values() if not rows.is_dense(rows.kept)]
+    pruned = [score for rows in factorized for score in rows.scores[~rows.kept].tolist()]
+    counted = [score for rows in factorized for score in rows.scores[rows.kept].tolist()]
     assert max(pruned, default=0) <= min(counted, default=8)
-
-
-@given(problems())
-def test_finish_changes_nothing_that_the_targets_compute(problem):
-    model, rule, _ = problem
-    rule.after_update(0)
-    inputs = {name: torch.randn(3, some.layer.right.shape[1]) for name, some in rule.targets.items()}
+    inputs = {name: torch.randn(3, rows.layer.right.shape[1]) for name, rows in rule.targets.items()}
     before = {name: model[name](x) for name, x in inputs.items()}
     rule.finish()
     for name, x in inputs.items():
         torch.testing.assert_close(model[name](x), before[name], rtol=1e-5, atol=1e-5)
+    left = parameters(model, rule.targets)
+    assert left <= budget
+    assert left > budget - longest or left == everything
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------
@@ -276,9 +255,7 @@ def test_the_schedule_is_cubic_between_start_and_end():
     assert shares(8, 0.25, 0.25) == [64, 64, 64, 27, 8, 1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("steps", "start", "end"), [(1, 0, 0), (1, 1, 0), (1, 0, 1), (5, 1, 0), (5, 0, 1), (5, 0, 0), (3, 0.5, 0.5)]
-)
+@pytest.mark.parametrize(("steps", "start", "end"), [(1, 0, 0), (5, 1, 0), (5, 0, 1), (3, 0.5, 0.5)])
 def test_the_last_step_meets_the_budget_whatever_the_schedule(steps, start, end):
     left = shares(steps, start, end, final=7)
     assert left[-1] == 7
@@ -309,15 +286,14 @@ def test_a_pruned_row_stays_pruned(problem, steps, seed):
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_after_training_the_model_meets_the_budget_and_computes_the_same(rank):
+def test_after_training_the_model_meets_the_budget_and_computes_the_same():
     """Rank 0 is iterative structured pruning."""
     targets = targets_of(tiny.gpt2())
-    model, names = compress(tiny.gpt2(), lambda _: rank), [target.name for target in targets]
+    model, names = compress(tiny.gpt2(), lambda index: index % 2), [target.name for target in targets]
     longest = max(target.in_features for target in targets)
     budget = sum(target.parameters for target in targets) * 2 // 5
-    rule = RowPruning(model, settings(end=0.5), budget, steps=6)
-    run(model, rule, range(6))
+    rule = RowPruning(model, settings(end=0.5), budget, steps=4)
+    run(model, rule, range(4))
     before = tiny.logits(model, BATCH)
     rule.finish()
     torch.testing.assert_close(tiny.logits(model, BATCH), before, rtol=1e-5, atol=1e-5)
@@ -330,8 +306,8 @@ def test_without_room_for_rows_a_plain_low_rank_model_is_left():
     model = compress(tiny.bert(), lambda index: 1 + index % 3)
     budget = sum(some.left.numel() + some.right.numel() for some in low_rank_layers(model).values())
     budget += 100  # what whole ranks could not use
-    rule = RowPruning(model, settings(low_rank=1.0, end=0.2), budget, steps=5)
-    run(model, rule, range(5))
+    rule = RowPruning(model, settings(low_rank=1.0, end=0.2), budget, steps=3)
+    run(model, rule, range(3))
     rule.finish()
     assert residual_rows(model) == {}
     assert all(some.residual is None and some.rows is None for some in low_rank_layers(model).values())
@@ -341,12 +317,12 @@ def test_without_room_for_rows_a_plain_low_rank_model_is_left():
 
 
 def test_finish_prunes_where_training_stopped_before_its_end():
-    model = compress(tiny.bert(), lambda _: 1)
-    names, budget = list(factorized(model)), parameters(model, factorized(model)) // 3
-    rule = RowPruning(model, settings(), budget, steps=100)
-    run(model, rule, range(2))
+    model = model_of(layer(torch.ones(6, 3)))
+    rule = RowPruning(model, settings(), budget=6, steps=100)
+    rule.after_update(0)
+    assert parameters(model, rule.targets) > 6
     rule.finish()
-    assert parameters(model, names) <= budget
+    assert parameters(model, rule.targets) == 6
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -373,17 +349,25 @@ def thin(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_a_model_with_residuals_comes_back_bit_for_bit(pruned, tmp_path):
-    """Rank 0 too, and targets that have no row left, and such as have neither."""
-    model = compress(tiny.gpt2(), lambda index: index % 4)
-    if pruned:
-        thin(model)
-    save(model, tmp_path)
-    loaded = load(tmp_path)
+def test_a_model_with_residuals_comes_back_bit_for_bit(tmp_path):
+    """Rank 0 too, targets that have no row left, and such as have neither; also once some of them are merged.
+
+    A merged target is the dense module of the architecture, Conv1D in GPT-2.
+    """
+    dense = tiny.gpt2()
+    types = {target.name: type(dense.get_submodule(target.name)) for target in targets_of(dense)}
+    model = thin(compress(tiny.gpt2(), lambda index: index % 4))
+    save(model, tmp_path / "first")
+    loaded = load(tmp_path / "first")
     assert factorized(loaded) == factorized(model) != {}
     assert residual_rows(loaded) == residual_rows(model) != {}
     tiny.assert_same(loaded, model, BATCH)
+    for name in list(types)[1::2]:
+        assert type(merge(loaded, name)) is types[name]
+    torch.testing.assert_close(tiny.logits(loaded, BATCH), tiny.logits(model, BATCH), rtol=1e-5, atol=1e-5)
+    save(loaded, tmp_path / "second")
+    assert set(factorized(loaded)) == set(list(types)[::2])
+    tiny.assert_same(load(tmp_path / "second"), loaded, BATCH)
 
 
 def test_half_precision_keeps_the_numbers_of_rows(tmp_path):
@@ -393,23 +377,6 @@ def test_half_precision_keeps_the_numbers_of_rows(tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {some.rows.dtype for some in low_rank_layers(loaded).values() if some.rows is not None} == {torch.long}
     tiny.assert_same(loaded, model, BATCH)
-
-
-def test_a_merged_target_is_the_dense_module_of_the_architecture(tmp_path):
-    """Conv1D in GPT-2, also where the model was loaded in between."""
-    dense = tiny.gpt2()
-    types = {target.name: type(dense.get_submodule(target.name)) for target in targets_of(dense)}
-    save(compress(tiny.gpt2(), lambda _: 2), tmp_path / "first")
-    model = load(tmp_path / "first")
-    before = tiny.logits(model, BATCH)
-    for index, name in enumerate(types):
-        if index % 2:
-            assert type(merge(model, name)) is types[name]
-    torch.testing.assert_close(tiny.logits(model, BATCH), before, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(before, tiny.logits(dense, BATCH), rtol=1e-5, atol=1e-5)
-    save(model, tmp_path / "second")
-    assert set(factorized(model)) == set(list(types)[::2])
-    tiny.assert_same(load(tmp_path / "second"), model, BATCH)
 
 
 def test_a_budget_for_everything_leaves_a_dense_model(tmp_path):

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart.factorization.weighted_svd import decompose, weighted_loss
-from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets, weight_of
 from eckart.shaping.outcome import average_rank, numerical_rank
 from eckart.shaping.pruning import Pruning, WeightPruning
@@ -26,20 +24,10 @@ from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 
 def settings(**changes: Any) -> Pruning:
-    values = {
-        "kind": "pruning",
-        "steps": 4,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "warmup": 0.0,
-        "weight_decay": 0.0,
-        "score": "first_order",
-        "start": 0.0,
-        "end": 0.0,
-    }
+    values = {"steps": 4, "batch_size": 8, "learning_rate": 1e-2, "score": "first_order", "start": 0.0, "end": 0.0}
     if isinstance(remaining := changes.pop("remaining", 0.5), float):
         remaining = (remaining,)
-    return Pruning(**{**values, **changes, "remaining": remaining})
+    return Pruning(**{**values, "warmup": 0.0, "weight_decay": 0.0, **changes, "remaining": remaining})
 
 
 def pruning(model: nn.Module, targets: Sequence[Target], some: Pruning) -> WeightPruning:
@@ -74,8 +62,7 @@ def row_scores(weight: Tensor, scores: Tensor) -> Tensor:
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("score", ["first_order", "sensitivity"])
-@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize(("conv1d", "score"), [(False, "first_order"), (True, "sensitivity")])
 def test_first_order_scores_of_two_steps_by_hand(conv1d, score):
     """x = (1, 1), loss ½‖Wx‖², so the gradient of a row is its sum twice; learning rate 0.1.
 
@@ -96,7 +83,7 @@ def test_first_order_scores_of_two_steps_by_hand(conv1d, score):
     # signed, the two best scores are those of row 1; by magnitude those of row 0: one rank goes with the other row
     left = torch.tensor([[0, 0], [-0.91, 0.59]]) if signed else torch.tensor([[0.46, 1.46], [0, 0]])
     torch.testing.assert_close(weight_of(model["map"]), left)
-    assert average_rank(model, targets) == 1
+    assert average_rank([model["map"]]) == 1
 
 
 def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypatch):
@@ -202,13 +189,13 @@ def test_emptied_rows_lower_the_rank():
     ranks = []
     for scores in (by_row, torch.rand(12, 12, generator=generator)):
         model, targets = single(weight)
-        assert average_rank(model, targets) == 12
+        assert average_rank([model["map"]]) == 12
         scored(pruning(model, targets, settings(steps=1)), scores).after_update(0)
-        ranks.append(average_rank(model, targets))
+        ranks.append(average_rank([model["map"]]))
     assert ranks == [6, 12]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounding_adds_no_rank(dtype):
     """A product of rank 50, computed and stored in a type, has 50 singular values; a drawn matrix has all of them."""
     generator = torch.Generator().manual_seed(0)
@@ -269,23 +256,6 @@ def test_row_scores_are_positive_and_sum_to_one(rows, columns, scale, seed):
 def test_zero_order_rows_score_by_their_magnitudes():
     rule = pruning(*single(torch.tensor([[3.0, -1.0], [0.0, 12.0]])), settings(score="zero_order"))
     torch.testing.assert_close(rule.statistics()["movement"]["map.output"], torch.tensor([0.25, 0.75]))
-
-
-@given(st.integers(2, 8), st.integers(2, 8), st.integers(0, 2**20), st.data())
-def test_sparsity_aware_svd_is_the_one_of_the_paper(rows, columns, seed, data):
-    """A = Î⁻¹ U_k Σ_k and B = V_kᵀ of Î W = U Σ Vᵀ, Î = diag(Ŝ): L is Ŝ, not its root (section 4.2)."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    score = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.1
-    rank = data.draw(st.integers(1, min(rows, columns)))
-    u, s, vh = torch.linalg.svd(score.diag() @ weight, full_matrices=False)
-    a, b = (1 / score).diag() @ u[:, :rank] * s[:rank], vh[:rank]
-    decomposition = decompose(weight, ErrorNorm(left=score.square()))
-    left, right = decomposition.truncate(rank)
-    torch.testing.assert_close(left @ right, a @ b, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(decomposition.spectrum, s, rtol=1e-6, atol=1e-7)
-    tail = weighted_loss(weight - a @ b, ErrorNorm(left=score.square()))
-    torch.testing.assert_close(tail, s[rank:].square().sum(), rtol=1e-6, atol=1e-9)
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
