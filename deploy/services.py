@@ -71,8 +71,8 @@ class Service:
         end = time.monotonic() + _PATIENCE
         while not answers():
             if not self.process or self.process.poll() is not None or time.monotonic() > end:
-                said = self.log.read_text()[-2000:] if self.log.is_file() else ""
-                raise NotThere(f"{self.name} does not answer:\n{said}")
+                output = self.log.read_text()[-2000:] if self.log.is_file() else ""
+                raise NotThere(f"{self.name} does not answer:\n{output}")
             time.sleep(0.1)
 
     def send(self, number: int) -> None:
@@ -148,9 +148,9 @@ def postgres() -> Iterator[Postgres]:
             as_other = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
         data = folder / "data"
         words = [str(programs / "initdb"), "-D", str(data), "-U", "eckart", "--auth=trust", "--no-sync", "-E", "UTF8"]
-        made = subprocess.run([*as_other, *words], capture_output=True, text=True, cwd=folder)
-        if made.returncode:
-            raise NotThere(made.stderr)
+        process = subprocess.run([*as_other, *words], capture_output=True, text=True, cwd=folder)
+        if process.returncode:
+            raise NotThere(process.stderr)
         port = free_port()
         # -F: no fsync, because the data are deleted at the end.
         options = ["-h", LOOPBACK, "-p", str(port), "-c", "unix_socket_directories=", "-c", "max_connections=200", "-F"]

@@ -84,15 +84,11 @@ def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) 
         try:
             yield progress
         finally:
-            progress.note = _ignore  # drops the last lines of stages that are being killed
+            progress.note = lambda line: None  # drops the last lines of stages that are being killed
             doing("finishing")
         return
     with _quiet_console():
         yield Progress(stages, workers, before)
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 @contextmanager

@@ -112,9 +112,9 @@ def measure(
     gates.append(as_recorded(metric, candidate.metric, rows, terms))
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
-        theirs = _champions(champion, tokenizer, task, terms)
-        error = _error(task, ours.rows, theirs.rows)
-        gates.append(gain(metric, theirs.score.metric, error, champion, terms))
+        scored = _champions(champion, tokenizer, task, terms)
+        error = _error(task, ours.rows, scored.rows)
+        gates.append(gain(metric, scored.score.metric, error, champion, terms))
     return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
@@ -176,7 +176,7 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
     difference, allowed = abs(metric - recorded), 2 / rows
     if not METRICS[terms.metric].bounded:
         allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
-    words = f"{_title(terms)} is {short(metric)} here, but the study recorded {short(recorded)}"
+    words = f"{METRICS[terms.metric].title} is {short(metric)} here, but the study recorded {short(recorded)}"
     words += f"; a difference of at most {short(allowed)} is allowed"
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
@@ -190,14 +190,10 @@ def gain(metric: float, theirs: float, error: float, champion: Champion, terms: 
         error: the standard error of the difference.
     """
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
-    words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
+    words = f"{METRICS[terms.metric].title} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     chance = terms.wanted.chance(error)
     words += f"is a gain of {short(gained)}; at least {short(least)} is required, minus {short(chance)} for chance"
     return Gate("gain over the champion", gained, least, False, words, "too low", error, chance)
-
-
-def _title(terms: Terms) -> str:
-    return METRICS[terms.metric].title
 
 
 def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
@@ -209,18 +205,18 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
     Raises:
         Refused: the champion cannot be loaded, or its answers cannot be compared with the candidate's.
     """
-    what = f"the champion ({champion.name})"
+    name = f"the champion ({champion.name})"
     advice = "name another model in promotion.model, or remove the alias champion"
     if not champion.files.is_dir():
-        raise Refused(f"{what} was not registered by `promote` and cannot be compared with: {advice}")
+        raise Refused(f"{name} was not registered by `promote` and cannot be compared with: {advice}")
     try:
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
     except (StageError, *UNLOADABLE) as error:
-        raise Refused(f"{what} cannot be loaded for these test examples ({error}): {advice}") from error
+        raise Refused(f"{name} cannot be loaded for these test examples ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
-        raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
+        raise Refused(f"{name} {difference}; they cannot be compared: {advice}")
     return _scored(model, tokenizer, task, terms)
 
 
@@ -232,9 +228,11 @@ def _difference(
     Args:
         ours: the candidate's tokenizer.
     """
-    known = model.config.architectures or ()
-    if type(model).__name__ not in known:  # transformers has then given the model a new, untrained head
-        return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
+    architectures = model.config.architectures or ()
+    if type(model).__name__ not in architectures:  # transformers has then given the model a new, untrained head
+        return (
+            f"is a {', '.join(architectures) or 'model without a head'}, and this study needs a {type(model).__name__}"
+        )
     if kind_of(task).problem_type:
         config = model.config
         theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))

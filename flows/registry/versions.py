@@ -357,7 +357,11 @@ class Registry:
             self.smoke(f"@{CHAMPION}")
         except SmokeFailed as error:
             if self.aliases().get(CHAMPION) == number:
-                self._take_back(number)
+                self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
+                if before := self.before(self.version(number)):
+                    self._move(before)
+                else:
+                    self._drop(CHAMPION)
             self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
             self._conclude(number, f"Taken back at {clock()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
@@ -370,14 +374,6 @@ class Registry:
         self._note(number)
         self._follow()
         return True
-
-    def _take_back(self, number: str) -> None:
-        """Make the champion before version `number` the champion again; if there was none, remove the alias."""
-        self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
-        if before := self.before(self.version(number)):
-            self._move(before)
-        else:
-            self._drop(CHAMPION)
 
     def _conclude(self, number: str, decision: str) -> None:
         """Store the outcome of a promotion: in a tag, and in the description below the gates."""

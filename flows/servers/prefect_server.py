@@ -247,10 +247,9 @@ def _environment(pages: bool, auth: str | None) -> dict[str, str]:
     """Return the environment for the process of a Prefect server."""
     ours = get_current_settings()
     environment = {
-        "PREFECT_UI_API_URL": "/api"
-    }  # the server's own, because the URL that we know may contain a password
-    environment |= {**os.environ, **ours.to_environment_variables(exclude_unset=True)}
-    environment |= {
+        "PREFECT_UI_API_URL": "/api",  # the server's own, because the URL that we know may contain a password
+        **os.environ,
+        **ours.to_environment_variables(exclude_unset=True),
         **settings.importable(),
         "ECKART_SERVER_KEY": access_key.made(),
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",

@@ -234,7 +234,10 @@ class Mirror:
             self._open(candidate, _BACKFILLED)
         if candidate in self._children:
             metrics = self._fill(candidate, outcomes)
-            finished = self._single(key_of(outcomes))
+            finished = _finished(self.client, self.experiment, key_of(outcomes))
+            for copy in finished[1:]:  # of study runs at the same time
+                self.client.set_tag(copy.info.run_id, "eckart.same_as", finished[0].info.run_id)
+                self.client.set_terminated(copy.info.run_id, "KILLED")
         self.lineage[candidate] = finished[0].info.run_id
         self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
 
@@ -248,7 +251,7 @@ class Mirror:
             tags = {"eckart.study": self.study, "eckart.candidate": candidate, candidate_models.KEY: key}
             model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
         if model.status != LoggedModelStatus.READY:
-            candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _metrics(outcomes))
+            candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _points(_numbers(outcomes)))
         return str(model.model_id)
 
     def _elsewhere(self, candidate: str) -> str | None:
@@ -260,28 +263,17 @@ class Mirror:
                 return str(run.info.run_id)
         return None
 
-    def _single(self, key: str) -> list[Run]:
-        """Keep the first finished run with this key; mark others, of study runs at the same time, as its copies.
-
-        Returns:
-            A list with the first run.
-        """
-        first, *others = _finished(self.client, self.experiment, key)
-        for run in others:
-            self.client.set_tag(run.info.run_id, "eckart.same_as", first.info.run_id)
-            self.client.set_terminated(run.info.run_id, "KILLED")
-        return [first]
-
     def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
         """Complete the candidate's child run of this study run; return the metrics of the candidate's own stages."""
         # Leave out the control, which belongs to no candidate: a new control must not change the candidates' runs.
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
-        run, own = self._children[candidate], _metrics(outcomes)
+        others = {name: value for name, value in _numbers(shared).items() if not name.startswith("dense.control.")}
+        run, own = self._children[candidate], _points(_numbers(outcomes))
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=[*own, *(metric for metric in _metrics(shared) if not metric.key.startswith("dense.control."))],
+            metrics=[*own, *_points(others)],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -323,8 +315,8 @@ class Mirror:
             numbers |= {f"best.{name}": measured[name] for name in _BEST_METRICS if name in measured}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
         self.client.log_inputs(self.parent, _datasets(outcomes))
-        done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
-        self.client.update_run(self.parent, name=", ".join([self._name(), *(done or ["none executed"])]))
+        ran = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
+        self.client.update_run(self.parent, name=", ".join([self._name(), *(ran or ["none executed"])]))
         stages = {
             outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes
         }
@@ -360,13 +352,13 @@ def experiment(client: MlflowClient, study: str) -> str:
 
     If the store is in the workspace, the artifacts of a new experiment are there, too.
     """
-    if known := client.get_experiment_by_name(study):
-        return known.experiment_id
+    if existing := client.get_experiment_by_name(study):
+        return existing.experiment_id
     try:
         return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
-        if known := client.get_experiment_by_name(study):  # another study run has just created it
-            return known.experiment_id
+        if existing := client.get_experiment_by_name(study):  # another study run has just created it
+            return existing.experiment_id
         raise
 
 
@@ -405,10 +397,6 @@ def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
     }
 
 
-def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
-    return _points(_numbers(outcomes))
-
-
 def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metric]:
     now = int(time.time() * 1000)
     return [Metric(name, value, now, 0, model) for name, value in numbers.items()]
@@ -425,11 +413,8 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
     numbers: dict[str, float] = {}
     for outcome in outcomes:
         for path in outcome.outs:
-            if (
-                path.startswith("reports/")
-                and path.endswith(".json")
-                and not Path(path).is_relative_to(stage_inputs.FOLDER)
-            ):
+            of_inputs = Path(path).is_relative_to(stage_inputs.FOLDER)
+            if path.startswith("reports/") and path.endswith(".json") and not of_inputs:
                 report = json.loads(Path(path).read_text())
                 own = report[candidate] if outcome.stage == _TIMES else report
                 values = flatten({name: value for name, value in own.items() if name != "targets"})
@@ -441,13 +426,11 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the parameters that the stages read. Their names do not contain the recipe, so runs can be compared."""
     recipe, keep = recipe_and_keep(candidate)
-    tracked = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
-    own = {
-        name.removeprefix(f"recipes.{recipe}."): value
-        for name, value in tracked.items()
-        if not name.startswith("code.")
+    read = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
+    own = {name.removeprefix(f"recipes.{recipe}."): value for name, value in read.items()}
+    return {"recipe": recipe, "keep": keep} | {
+        name: value for name, value in own.items() if not name.startswith("code.")
     }
-    return {"recipe": recipe, "keep": keep} | own
 
 
 def _params(values: Mapping[str, Any]) -> list[Param]:
