@@ -287,7 +287,6 @@ def _smoke(version: Path, expected: Sequence[Answers]) -> None:
     likely tokens, which changes all later tokens.
 
     Args:
-        version: the folder of the version's files.
         expected: the answers of the scored model to `gates.questions`.
     """
     answers = ask(str(version), gates.questions())

@@ -98,7 +98,7 @@ def measure(
     """
     if digest(TEST) != candidate.test:
         raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
-    task, rows = load_task(), len(load_split("test"))
+    task, examples = load_task(), len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
@@ -109,7 +109,7 @@ def measure(
     model, tokenizer = load(files, kind_of(task).auto)
     ours = _scored(model, tokenizer, task, terms)
     metric = ours.score.metric
-    gates.append(as_recorded(metric, candidate.metric, rows, terms))
+    gates.append(as_recorded(metric, candidate.metric, examples, terms))
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
         scored = _champions(champion, tokenizer, task, terms)
@@ -154,7 +154,7 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
     return Gate("files other than measured", float(content != candidate.content), 0.0, True, words, "too many")
 
 
-def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
+def as_recorded(metric: float, recorded: float, examples: int, terms: Terms) -> Gate:
     """Return the gate that compares the metric with the one that the study recorded.
 
     The files are the same, so this gate checks that the code that runs them computes the same. (choice) The metric may
@@ -167,13 +167,8 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
     A perplexity is the exponential of a mean loss: rounding of the loss multiplies the perplexity, so its limit is
     relative. (choice) A thousandth is far above the rounding of single precision, and below a notable difference
     between two candidates.
-
-    Args:
-        metric: the candidate's metric, computed now.
-        recorded: the metric in the study's records.
-        rows: number of test examples.
     """
-    difference, allowed = abs(metric - recorded), 2 / rows
+    difference, allowed = abs(metric - recorded), 2 / examples
     if not METRICS[terms.metric].bounded:
         allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
     words = f"{METRICS[terms.metric].title} is {short(metric)} here, but the study recorded {short(recorded)}"
@@ -182,13 +177,7 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
-    """Return the gate that compares the candidate with the champion.
-
-    Args:
-        metric: the candidate's metric.
-        theirs: the champion's metric on the same examples.
-        error: the standard error of the difference.
-    """
+    """Return the gate that compares the candidate with the champion; `error`: standard error of the difference."""
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
     words = f"{METRICS[terms.metric].title} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     chance = terms.wanted.chance(error)
@@ -198,9 +187,6 @@ def gain(metric: float, theirs: float, error: float, champion: Champion, terms: 
 
 def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     """Score the champion, which may be a model of another study, on the test examples of this study.
-
-    Args:
-        ours: the candidate's tokenizer.
 
     Raises:
         Refused: the champion cannot be loaded, or its answers cannot be compared with the candidate's.
@@ -223,11 +209,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
-    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same.
-
-    Args:
-        ours: the candidate's tokenizer.
-    """
+    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same."""
     architectures = model.config.architectures or ()
     if type(model).__name__ not in architectures:  # transformers has then given the model a new, untrained head
         return (

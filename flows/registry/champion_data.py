@@ -27,9 +27,6 @@ def refresh(study: str, model: str) -> None:
     """Fill data/reference with the champion's training examples; empty it if the study has no champion.
 
     If the registry fails, the folder does not change.
-
-    Args:
-        model: name of the model in the registry.
     """
     REFERENCE.mkdir(parents=True, exist_ok=True)
     try:

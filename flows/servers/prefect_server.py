@@ -272,11 +272,7 @@ def _client(address: str, auth: str | None) -> dict[str, str | None]:
 
 @contextmanager
 def _used(address: str, auth: str | None) -> Iterator[None]:
-    """While the block runs, make this process and its child processes use a server of ours.
-
-    Args:
-        auth: `user:password` of the server.
-    """
+    """While the block runs, make this process and its child processes use a server of ours."""
     before = {name: os.environ.get(name) for name in (_URL, _AUTH)}
     _set(_client(address, auth))
     try:

@@ -76,13 +76,7 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """The runs in MLflow of one study run of the working directory.
-
-    Args:
-        study: name of the study.
-        planned: all stages of the study.
-        tags: further tags for the runs.
-    """
+    """The runs in MLflow of one study run of the working directory, with its name, its stages and further tags."""
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
@@ -184,7 +178,7 @@ class Mirror:
     def _log_curve(self, candidate: str, file: Path) -> None:
         """Log the new points of a training curve; skip a line that is not written to its end.
 
-        A run may have two curves: a candidate's of search and recovery, or the parent's of teacher and control. The
+        A run may have two curves: a candidate's of search and fine-tuning, or the parent's of teacher and control. The
         metrics of search and control get a prefix.
         """
         part = next((name for name in _OTHER_CURVES if name in (file.parent.name, file.stem)), "")
@@ -213,11 +207,7 @@ class Mirror:
                     self._log_times(candidate)
 
     def page(self, run: str | None = None) -> str:
-        """Return the URL of a run's page in MLflow. `start` must have been called.
-
-        Args:
-            run: id of the run; None: the parent run.
-        """
+        """Return the URL of the page in MLflow of a run, or of the parent run. `start` must have been called."""
         address = database.address()
         server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
@@ -289,11 +279,7 @@ class Mirror:
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
-        """Close the parent run; close the runs of unfinished candidates as failed.
-
-        Args:
-            complete: whether all stages are up to date.
-        """
+        """Close the parent run; close the runs of unfinished candidates as failed."""
         if self._machine:
             self._machine.finish()
         self._close(complete)
@@ -327,10 +313,7 @@ class Mirror:
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
-    """Return the candidate that a promotion would take, and its numbers; None if there is none.
-
-    The stage `compare` has written the name into a file.
-    """
+    """Return the candidate that `compare` chose for a promotion, and its numbers; None if there is none."""
     if not any(str(CHOICE) in outcome.outs for outcome in outcomes):
         return None
     name = Chosen.model_validate_json(CHOICE.read_text()).candidate
