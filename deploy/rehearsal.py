@@ -70,11 +70,6 @@ class Machine:
         self.call("git", "add", "-A")
         self.call("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", message)
 
-    def outputs(self) -> dict[str, object]:
-        """Return stage → its outputs in dvc.lock, with their digests."""
-        content = YAML(typ="safe").load((self.root / "dvc.lock").read_text())["stages"]
-        return {name: stage["outs"] for name, stage in content.items()}
-
     def service(self, words: Sequence[str], log: Path, **variables: str) -> Service:
         """Return a service for a command that runs until it is stopped; the caller must start it."""
         command = ["env", "-C", str(self.root), *words]
@@ -221,30 +216,27 @@ class Rehearsal:
         ran = set(re.findall(r"Task run '([^']*)' - Finished in state Executed", output))
         # `check` compares with the champion's data, so it runs again: before, there was no champion
         self.tell("and runs", began, not code and ran <= {"check"}, f"{summary(output)}: {', '.join(ran) or 'none'}")
-        candidate = next(name.partition("@")[2] for name in self.flow.outputs() if name.startswith("finetune@"))
+        stages = YAML(typ="safe").load((self.flow.root / "dvc.lock").read_text())["stages"]
+        candidate = next(name.partition("@")[2] for name in stages if name.startswith("finetune@"))
         for words in (["reproduce", candidate], ["reproduce", candidate, "--again"]):
             began = time.monotonic()
             code, output = second.eckart(*words)
             self.tell(f"`eckart {' '.join(words)}`", began, not code, output.strip().splitlines()[-1])
 
-    def during_a_run(self, what: str, act: Callable[[], object]) -> None:
-        """Call `act` while stages run, then check that the next run completes.
-
-        Args:
-            what: name of the act in the table.
-        """
+    def during_a_run(self, title: str, act: Callable[[], object]) -> None:
+        """Call `act` while stages run, then check that the next run completes."""
         self.change()
         began, running = time.monotonic(), self.run()
         met = running.until(r"' - runs in \S*/worker-\d")
         act()
         code, output = running.end()
-        self.tell(what, began, bool(met), f"exit code {code}; {summary(output) if not code else cause(output)}")
+        self.tell(title, began, bool(met), f"exit code {code}; {summary(output) if not code else cause(output)}")
         began = time.monotonic()
-        code, output = self.flow.eckart("run", "--task-runner", "dask", "--scheduler", self.team.scheduler)
+        code, output = self.run().end()
         self.tell("the next run", began, not code, summary(output))
 
     def change(self) -> None:
-        """Change the learning rate on all machines, so that recovery and later stages of each candidate are stale."""
+        """Change the learning rate on all machines, so that fine-tuning and all after it are stale."""
         file, yaml = self.flow.root / "params.yaml", YAML()
         content = yaml.load(file.read_text())
         for name in content["study"]["recipes"]:

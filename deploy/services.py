@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import HTTPError
@@ -71,8 +71,8 @@ class Service:
         end = time.monotonic() + _PATIENCE
         while not answers():
             if not self.process or self.process.poll() is not None or time.monotonic() > end:
-                said = self.log.read_text()[-2000:] if self.log.is_file() else ""
-                raise NotThere(f"{self.name} does not answer:\n{said}")
+                output = self.log.read_text()[-2000:] if self.log.is_file() else ""
+                raise NotThere(f"{self.name} does not answer:\n{output}")
             time.sleep(0.1)
 
     def send(self, number: int) -> None:
@@ -148,9 +148,9 @@ def postgres() -> Iterator[Postgres]:
             as_other = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
         data = folder / "data"
         words = [str(programs / "initdb"), "-D", str(data), "-U", "eckart", "--auth=trust", "--no-sync", "-E", "UTF8"]
-        made = subprocess.run([*as_other, *words], capture_output=True, text=True, cwd=folder)
-        if made.returncode:
-            raise NotThere(made.stderr)
+        process = subprocess.run([*as_other, *words], capture_output=True, text=True, cwd=folder)
+        if process.returncode:
+            raise NotThere(process.stderr)
         port = free_port()
         # -F: no fsync, because the data are deleted at the end.
         options = ["-h", LOOPBACK, "-p", str(port), "-c", "unix_socket_directories=", "-c", "max_connections=200", "-F"]
@@ -194,12 +194,8 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 
 
 @contextmanager
-def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run Prefect's server; yield it and the environment variables for clients.
-
-    Args:
-        database: URL of the database, with the driver asyncpg.
-    """
+def prefect(folder: Path, database: str) -> Iterator[dict[str, str]]:
+    """Run Prefect's server with a database of the driver asyncpg; yield the environment variables for clients."""
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
@@ -208,22 +204,15 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
         "PREFECT_SERVER_API_AUTH_STRING": _KEY,
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     }
-    server = _started("prefect", folder, "PREFECT_SERVER_API_PORT", settings)
-    with _running(server):
+    with _started("prefect", folder, "PREFECT_SERVER_API_PORT", settings) as server:
         address = f"http://{LOOPBACK}:{server.port}/api"
         server.wait_until(lambda: answers(f"{address}/health"))
-        yield server, {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": _KEY}
+        yield {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": _KEY}
 
 
 @contextmanager
-def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
-    """Run MLflow's server; yield it and its URL.
-
-    Args:
-        database: URL of the database.
-        artifacts: URL of the place for artifacts.
-        keys: environment variables for access to the artifacts.
-    """
+def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[str]:
+    """Run MLflow's server; yield its URL. `keys` are environment variables for access to the artifacts."""
     settings = {
         **keys,
         "MLFLOW_HOST": LOOPBACK,
@@ -233,39 +222,35 @@ def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str])
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    server = _started("mlflow", folder, "MLFLOW_PORT", settings)
-    with _running(server):
+    with _started("mlflow", folder, "MLFLOW_PORT", settings) as server:
         address = f"http://{LOOPBACK}:{server.port}"
         server.wait_until(lambda: answers(f"{address}/health"))
-        yield server, address
+        yield address
 
 
 @contextmanager
-def dask(folder: Path) -> Iterator[tuple[Service, str]]:
-    """Run Dask's scheduler; yield it and its URL."""
-    scheduler = _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK})
-    with _running(scheduler):
+def dask(folder: Path) -> Iterator[str]:
+    """Run Dask's scheduler; yield its URL."""
+    with _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK}) as scheduler:
         scheduler.wait_until(lambda: listens(scheduler.port))
-        yield scheduler, f"tcp://{LOOPBACK}:{scheduler.port}"
+        yield f"tcp://{LOOPBACK}:{scheduler.port}"
 
 
-def _started(word: str, folder: Path, its_port: str, settings: Mapping[str, str]) -> Service:
-    """Return a service that `deploy/start WORD` runs; as on real machines, all settings are environment variables.
-
-    Args:
-        its_port: name of the variable for the port.
-    """
+def _started(
+    word: str, folder: Path, port_variable: str, settings: Mapping[str, str]
+) -> AbstractContextManager[Service]:
+    """Run `deploy/start WORD` while the block runs; as on real machines, all settings are environment variables."""
     port = free_port()
     path = f"{_PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**settings, its_port: str(port), "PATH": path}
-    return Service(word, [str(_START), word], port, environment, folder / f"{word}.log")
+    environment = {**settings, port_variable: str(port), "PATH": path}
+    return _running(Service(word, [str(_START), word], port, environment, folder / f"{word}.log"))
 
 
 @contextmanager
-def _running(service: Service) -> Iterator[None]:
+def _running(service: Service) -> Iterator[Service]:
     try:
         service.start()
-        yield
+        yield service
     finally:
         service.stop()
 
@@ -276,8 +261,6 @@ class Team:
 
     database: Postgres
     store: Service
-    prefect: Service
-    mlflow: Service
     scheduler: str
     environment: dict[str, str]
 
@@ -290,12 +273,12 @@ def team(folder: Path) -> Iterator[Team]:
         store, keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
         database.create("prefect")
         runs = database.create("mlflow")
-        orchestrator, places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
-        tracking, address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
-        _, scheduler = stack.enter_context(dask(folder))
+        places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
+        address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
+        scheduler = stack.enter_context(dask(folder))
         # Clients use the registry's database directly, because promotions take turns with locks in it.
         registry = {"MLFLOW_TRACKING_URI": address, "MLFLOW_REGISTRY_URI": runs}
-        yield Team(database, store, orchestrator, tracking, scheduler, {**keys, **places, **registry})
+        yield Team(database, store, scheduler, {**keys, **places, **registry})
 
 
 def free_port() -> int:

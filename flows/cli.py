@@ -116,8 +116,8 @@ def init(
     rest = "the rest of params.yaml is the default study's" if filled.changes else "params.yaml has the default study"
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
-    there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"{folder} is a workspace; {rest}. Next: {there}eckart run")
+    enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    print(f"{folder} is a workspace; {rest}. Next: {enter}eckart run")
 
 
 @app.command()
@@ -147,11 +147,8 @@ def run(
 def _run(options: Options) -> None:
     start = time.monotonic()
     installation.refresh()
-    from flows.display import terminal
-    from flows.engine import (
-        nothing_to_do,  # slow imports, not for --help
-        torch_questions,
-    )
+    from flows.display import terminal  # slow imports, not for --help
+    from flows.engine import nothing_to_do, torch_questions
     from flows.servers import prefect_server
     from flows.tracking import database
 
@@ -265,10 +262,7 @@ def set_up_notifications(
 ) -> None:
     """Have Prefect's server send the results of a deployment's runs; for its own deployment `serve` has --notify."""
     settings.use_local_server()
-    from flows.servers import (
-        notifications,
-        prefect_server,  # slow imports, not for --help
-    )
+    from flows.servers import notifications, prefect_server  # slow imports, not for --help
 
     if not prefect_server.require():
         raise EckartError("there is no Prefect server to send notifications: set PREFECT_API_URL")
@@ -310,10 +304,10 @@ def other_study(
         print(f"Written to {', '.join(map(str, written))}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
-        what = "runs" if studies[0].task else "seeds"
-        missing = f"\n{table} was not written, because {what} are missing." if table else ""
+        unit = "runs" if studies[0].task else "seeds"
+        missing = f"\n{table} was not written, because {unit} are missing." if table else ""
         count = sum(len(study.seeds) for study in studies)
-        raise EckartError(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
+        raise EckartError(f"{len(failed)} of {count} {unit} failed; run again to resume them:{causes}{missing}")
 
 
 def _run_tasks(
@@ -447,8 +441,8 @@ def publish(
     sizes = {path: file.stat().st_size for path, file in published.files.items()}
     for path, size in sizes.items():
         print(f"{path}  {size:,} bytes")
-    done = f"are at {published.url}" if published.url else f"would go to {repository}"
-    print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {done}.")
+    place = f"are at {published.url}" if published.url else f"would go to {repository}"
+    print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {place}.")
 
 
 @app.command("params")
@@ -479,10 +473,7 @@ def pin_inputs() -> None:
 @app.command()
 def push() -> None:
     """Upload to the DVC remote all files that dvc.lock and the run cache name, and inputs that are in DVC."""
-    from flows.engine import (
-        dvc_transport,  # slow imports, not for --help
-        stages,
-    )
+    from flows.engine import dvc_transport, stages  # slow imports, not for --help
 
     stages.check_workspace()
     if lacking := dvc_transport.push():
@@ -495,10 +486,7 @@ def push() -> None:
 @app.command()
 def pull() -> None:
     """Download from the DVC remote the files that this workspace lacks; run nothing and leave dvc.lock as it is."""
-    from flows.engine import (
-        dvc_transport,  # slow imports, not for --help
-        stages,
-    )
+    from flows.engine import dvc_transport, stages  # slow imports, not for --help
 
     stages.check_workspace()
     pulled = dvc_transport.pull()
@@ -559,8 +547,8 @@ def _print_findings(findings: Findings) -> None:
         print("\n".join(sorted(f"  {entry.place}: {entry.stage}" for entry in findings.doubtful)))
     if findings.false:
         print("No run wrote these entries:")
-        for what, entries in findings.false.items():
-            print("\n".join([f"  {what}", *(f"    in {entry.place}" for entry in entries)]))
+        for difference, entries in findings.false.items():
+            print("\n".join([f"  {difference}", *(f"    in {entry.place}" for entry in entries)]))
 
 
 @app.command()

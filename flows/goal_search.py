@@ -16,10 +16,6 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
     Each round adds one value for each goal and recipe that can still come closer. All recipes are run at every value,
     so that they can be compared. The values are written into params.yaml, so an interrupted search can continue.
 
-    Args:
-        run: a function that runs the study.
-        log: a function that prints a line about the next values.
-
     Raises:
         ParamsError: study.goals is empty.
         StudyFailed: some stages failed.

@@ -61,15 +61,14 @@ def serve(
         EckartError: `cron` or `timezone` is invalid, no server can be used, a block cannot be used, or a deployment of
             another folder has this name.
     """
-    schedule = _schedule(cron, timezone)
-    parameters = {**options.parameters(), "promote": promote}
+    deployment = {"schedule": _schedule(cron, timezone), "parameters": {**options.parameters(), "promote": promote}}
     logging.getLogger("prefect.runner").addFilter(_is_not_waiting)
     due = partial(next_run, cron, timezone)
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
         while True:
             with prefect_server() as address:
-                if _serve_until_lost(name, schedule, parameters, set_up, due, address):
+                if _serve_until_lost(name, deployment, set_up, due, address):
                     return
             log.warning("Prefect's server does not answer; the schedule continues when it does")
             while (url := get_current_settings().api.url) and not answers(f"{url.rstrip('/')}/health"):
@@ -78,8 +77,7 @@ def serve(
 
 def _serve_until_lost(
     name: str,
-    schedule: Schedule,
-    parameters: Mapping[str, Any],
+    deployment: Mapping[str, Any],
     set_up: Callable[[], None],
     due: Callable[[datetime], datetime],
     address: str,
@@ -91,8 +89,7 @@ def _serve_until_lost(
         print(_announcement(name, due, address), flush=True)
         study.serve(
             name=name,
-            schedule=schedule,
-            parameters=dict(parameters),
+            **deployment,
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # counts runs on all machines
             limit=1,

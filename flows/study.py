@@ -60,6 +60,10 @@ It passes each line of output to `log`, and returns the seconds that the command
 """
 
 
+Submit = Callable[..., PrefectFuture[Any]]
+"""A function that submits a stage to Prefect."""
+
+
 class StudyFailed(EckartError):
     """Some stages failed. The message names each of them and its cause. Results of finished stages are in DVC."""
 
@@ -183,7 +187,7 @@ def _run(options: Options) -> list[Outcome]:
 
     typed = torch_questions.checked_params()
     champion_data.refresh(typed["study"].name, typed["promotion"].model)
-    planned = nothing_to_do.plan()
+    planned = _in_order(nothing_to_do.plan())
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)
@@ -193,26 +197,30 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         with (
             stage_processes.reaping(),
-            terminal.shown(_in_order(planned), side_by_side, stage_results.seconds_before()) as progress,
+            terminal.shown(planned, side_by_side, stage_results.seconds_before()) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
-            submit: Callable[..., Any] = partial(
-                stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress
-            )
+            submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         stage_results.write_seconds(finished.values())
-        causes = _causes(states)
-        _show_on_page(
-            typed["study"].name, mirror, list(finished.values()) if complete else causes, progress.lines, len(states)
-        )
+        failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
+        # messages of our own stages begin with the stage's name, and messages of shell commands do not
+        causes = {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
+        result = list(finished.values()) if complete else causes
+        _show_on_page(typed["study"].name, mirror, result, progress.lines, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
-        changed = all(states[name].name == _CHANGED for name in causes)
+        changed = all(state.name == _CHANGED for state in failures.values())
         advice = "The next run uses the new state" if changed else "Fix the cause and run again"
-        raise (StudyChanged if changed else StudyFailed)(_report(causes, finished, len(planned), advice))
+        waiting = len(planned) - len(finished) - len(causes)
+        lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
+        raise (StudyChanged if changed else StudyFailed)(
+            f"{len(causes)} stages failed, {waiting} need them and did not run, "
+            f"{len(finished)} are finished and kept:\n{lines}\n{advice}: only unfinished stages will run."
+        )
     return list(finished.values())
 
 
@@ -265,34 +273,27 @@ def _executor(
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:
-    """Sort the stages into the order of their phases: see `_phases`."""
-    phases = _phases(planned)
-    return sorted(planned, key=lambda stage: phases[stage.name])
-
-
-def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
-    """Run every stage after its upstream stages; run stages that need the whole machine one at a time."""
-    futures: dict[str, PrefectFuture[Outcome]] = {}
-    order = _in_order(planned)
-    for position, stage in enumerate(order):
-        waits: list[object] = [futures[name] for name in stage.upstream]
-        if stage.twin in futures:
-            waits.append(allow_failure(futures[stage.twin]))
-        if stage.alone:
-            waits += [allow_failure(futures[before.name]) for before in order[:position]]
-        futures[stage.name] = submit(stage, wait_for=waits)
-    for future in futures.values():
-        future.wait()
-    return {name: future.state for name, future in futures.items()}
-
-
-def _phases(planned: Sequence[Planned]) -> dict[str, int]:
-    """Return stage → phase: 1 if the stage needs the whole machine, 2 if it depends on such a stage, else 0."""
+    """Sort the stages: first those that run side by side, then those that run alone, then what needs these."""
     phases: dict[str, int] = {}
     for stage in planned:  # upstream first
         after = 2 if any(phases[name] for name in stage.upstream) else 0
         phases[stage.name] = 1 if stage.alone else after
-    return phases
+    return sorted(planned, key=lambda stage: phases[stage.name])
+
+
+def _run_all(planned: Sequence[Planned], submit: Submit) -> dict[str, State[Outcome]]:
+    """Run every stage after its upstream stages; run stages that need the whole machine one at a time."""
+    futures: dict[str, PrefectFuture[Outcome]] = {}
+    for position, stage in enumerate(planned):
+        waits: list[object] = [futures[name] for name in stage.upstream]
+        if stage.twin in futures:
+            waits.append(allow_failure(futures[stage.twin]))
+        if stage.alone:
+            waits += [allow_failure(futures[before.name]) for before in planned[:position]]
+        futures[stage.name] = submit(stage, wait_for=waits)
+    for future in futures.values():
+        future.wait()
+    return {name: future.state for name, future in futures.items()}
 
 
 def _await_records(flow_run_id: str, tasks: int) -> None:
@@ -308,19 +309,3 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
             if len(client.read_task_runs(flow_run_filter=this, task_run_filter=ended)) >= min(tasks, _RECORDS):
                 return
             time.sleep(0.2)
-
-
-def _causes(states: Mapping[str, State[Outcome]]) -> dict[str, str]:
-    """Return stage → cause of its failure."""
-    failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
-    # messages of our own stages begin with the stage's name, and messages of shell commands do not
-    return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
-
-
-def _report(causes: Mapping[str, str], finished: Mapping[str, Outcome], total: int, advice: str) -> str:
-    lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
-    waiting = total - len(finished) - len(causes)
-    return (
-        f"{len(causes)} stages failed, {waiting} need them and did not run, {len(finished)} are finished and kept:\n"
-        f"{lines}\n{advice}: only unfinished stages will run."
-    )

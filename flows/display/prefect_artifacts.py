@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.engine import stages
 from flows.environment.redaction import shown
-from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.artifacts.names import candidate_name
-from tasks.artifacts.results_schema import CONTROL_NAME
+from tasks.artifacts.metrics import METRICS
 
 if TYPE_CHECKING:
     from flows.engine.stages import Outcome
@@ -29,15 +25,13 @@ _ROWS = 100  # largest number of changes of one kind that are listed
 
 def comparison(study: str, mirror: Mirror) -> None:
     """Show the comparison of the candidates as a table, with links to their runs in MLflow."""
-    with Path("reports/comparison.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    table = []
-    for row in rows:
-        name = row["recipe"] if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"])
-        table.append({"candidate": name, **{column: _short(row[column]) for column in _COLUMNS}})
+    from flows.display import run_diff  # a slow import
+
+    rows = run_diff.comparison()
+    table = [{"candidate": name} | {column: _short(row[column]) for column in _COLUMNS} for name, row in rows.items()]
     linked = ", ".join(f"[{name}]({mirror.page(run)})" for name, run in mirror.lineage.items())
     links = "MLflow was not reached." if mirror.down else f"MLflow: [this run]({mirror.page()}), {linked}"
-    metric = METRICS[cast("MetricName", rows[0]["metric"])].with_direction
+    metric = METRICS[next(iter(rows.values()))["metric"]].with_direction
     create_table_artifact(table, key=f"comparison-{_slug(study)}", description=f"{metric}. {links}")
 
 
@@ -66,12 +60,7 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
 
 
 def failure(study: str, causes: Mapping[str, str], lines: Mapping[str, Iterable[str]]) -> None:
-    """Show the failed stages.
-
-    Args:
-        causes: failed stage → cause.
-        lines: stage → the last lines that it printed.
-    """
+    """Show the failed stages, each with its cause and the last lines that it printed."""
     parts = [
         f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.get(name, ())) + "\n~~~~" for name, cause in causes.items()
     ]

@@ -190,12 +190,7 @@ def steps_of(line: str) -> tuple[int, int] | None:
 
 
 def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
-    """Estimate the seconds that a stage takes: its own time before, else the mean over other candidates, else None.
-
-    Args:
-        took: stage → seconds in this run.
-        before: stage → seconds in an earlier run.
-    """
+    """Estimate the seconds that a stage takes: its own time in an earlier run, else the mean over other candidates."""
     if name in before:
         return before[name]
     stage = name.partition("@")[0]

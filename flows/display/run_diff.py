@@ -66,7 +66,12 @@ def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bo
         data={path: md5 for path, md5 in own.items() if path not in _RESOLVED},
         code={name.rpartition("git.")[2]: value[:_DIGITS] for name, value in git().items()}
         | {key.removeprefix(_CODE): value[:_DIGITS] for key, value in params.items() if key.startswith(_CODE)},
-        metrics=_metrics() if complete else {},
+        metrics={
+            f"{candidate} {column}": float(row[column])
+            for candidate, row in (comparison() if complete else {}).items()
+            for column in _METRICS
+            if row.get(column)
+        },
     )
 
 
@@ -102,11 +107,11 @@ def _overlap(first: str, second: str) -> bool:
     return Path(first).is_relative_to(second) or Path(second).is_relative_to(first)
 
 
-def _metrics() -> dict[str, float]:
+def comparison() -> dict[str, dict[str, str]]:
+    """Return name of the control or a candidate → its row of the comparison."""
     with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
-    metrics: dict[str, float] = {}
-    for row in rows:
-        name = CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"])
-        metrics |= {f"{name} {column}": float(row[column]) for column in _METRICS if row.get(column)}
-    return metrics
+    names = [
+        CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"]) for row in rows
+    ]
+    return dict(zip(names, rows, strict=True))

@@ -71,11 +71,7 @@ def log_above() -> None:
 
 @contextmanager
 def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) -> Iterator[Progress]:
-    """Show the progress of a study while the block runs: in the live display if there is one, else as log lines.
-
-    Args:
-        stages, workers, before: see `Progress`.
-    """
+    """Show a study's `Progress` while the block runs: in the live display if there is one, else as log lines."""
     if bars := _bars:
         _clear(bars)
         progress = Progress(
@@ -84,15 +80,11 @@ def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) 
         try:
             yield progress
         finally:
-            progress.note = _ignore  # drops the last lines of stages that are being killed
+            progress.note = lambda line: None  # drops the last lines of stages that are being killed
             doing("finishing")
         return
     with _quiet_console():
         yield Progress(stages, workers, before)
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 @contextmanager

@@ -26,11 +26,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @contextmanager
 def noted(run: str) -> Iterator[None]:
-    """Mark runs that were killed as crashed; then keep a locked file for this run while the block runs.
-
-    Args:
-        run: the id of this run in Prefect.
-    """
+    """Mark runs that were killed as crashed; then keep a locked file for this run while the block runs."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
     for file in _FOLDER.glob("[!.]*"):  # a file with a leading dot is not locked yet
         if _UUID.fullmatch(file.name) and not _is_held(file) and _end(UUID(file.name)):

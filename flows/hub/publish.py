@@ -63,8 +63,8 @@ def _files(candidate: str) -> dict[str, Path]:
     planned = {stage.name: stage for stage in nothing_to_do.plan()}
     finetuned, exported = stage_name("finetune", candidate), stage_name("export", candidate)
     if finetuned not in planned:
-        known = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
-        raise CannotPublish(f"there is no candidate {candidate}; the candidates are {', '.join(known)}")
+        candidates = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
+        raise CannotPublish(f"there is no candidate {candidate}; the candidates are {', '.join(candidates)}")
     if stale := [name for name in (finetuned, exported, "compare") if name in planned and not planned[name].cached]:
         raise CannotPublish(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})

@@ -71,7 +71,13 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
         deployment_owner.check()
         stages.check_workspace()
         with crashed_runs.noted(str(flow_run.id)):
-            conclusion = _promoted(_terms(), again, first, candidate)
+            terms = _terms()
+            try:
+                conclusion = _promote(terms, again, first, candidate)
+            except Refused as refusal:
+                _show(terms.wanted.model, str(refusal), refusal.gates)
+                raise
+            _show(terms.wanted.model, conclusion.message, conclusion.gates)
     except EckartError as error:  # without a traceback, because a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
         message = shown(str(error))
@@ -107,21 +113,11 @@ def _terms() -> Terms:
     )
 
 
-def _promoted(terms: Terms, again: bool, first: bool, name: str | None) -> Conclusion:
-    """Promote a candidate, and show its gates on the run's page in Prefect."""
-    try:
-        conclusion = _promote(terms, again, first, name)
-    except Refused as refusal:
-        _show(terms, str(refusal), refusal.gates)
-        raise
-    _show(terms, conclusion.message, conclusion.gates)
-    return conclusion
-
-
-def _show(terms: Terms, decision: str, checked: Sequence[Gate]) -> None:
+def _show(model: str, decision: str, checked: Sequence[Gate]) -> None:
+    """Show the gates on the run's page in Prefect."""
     try:
         if checked:
-            prefect_artifacts.gates(terms.wanted.model, decision, checked)
+            prefect_artifacts.gates(model, decision, checked)
     except httpx.HTTPError as error:  # the gates are also in the registry
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
@@ -243,23 +239,18 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
             exported = stage_name("export", candidate.name) in [outcome.stage for outcome in candidate.outcomes]
             onnx = ONNX / candidate.name if exported else None
             model_package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
-            lineage = _lineage(terms, candidate, run)
+            lineage = {
+                "eckart.study": terms.study,
+                "eckart.candidate": candidate.name,
+                "eckart.run": run or "",
+                "dvc.inputs": json.dumps(candidate.inputs),
+                **mirror.trace(candidate.outcomes),
+                **mirror.git(),
+            }
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
     models.challenge(number)
     return number
-
-
-def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, str]:
-    """Return tags that say how a version was made: study, run in MLflow, data, models, DVC stages, git revision."""
-    return {
-        "eckart.study": terms.study,
-        "eckart.candidate": candidate.name,
-        "eckart.run": run or "",
-        "dvc.inputs": json.dumps(candidate.inputs),
-        **mirror.trace(candidate.outcomes),
-        **mirror.git(),
-    }
 
 
 def gate(
@@ -275,8 +266,10 @@ def gate(
         files = models.fetch(version, Path(folder) / "challenger")
         theirs = None
         if champion:
-            place = models.fetch(str(champion.version), Path(folder) / "champion")
-            theirs = Champion(place, _called(champion, candidate))
+            place, label = models.fetch(str(champion.version), Path(folder) / "champion"), f"version {champion.version}"
+            if champion.tags.get(_TEST) != candidate.test:
+                label += ", which was tested on other examples and may have been trained on some of these"
+            theirs = Champion(place, label)
         checked, answers = gates.measure(files, candidate, theirs, terms)
         if closed := [gate.refusal for gate in checked if not gate.passed]:
             raise Refused("\n  ".join([f"{name} is refused:", *closed]), checked)
@@ -287,13 +280,6 @@ def gate(
     return tuple(checked)
 
 
-def _called(champion: ModelVersion, candidate: Recorded) -> str:
-    name = f"version {champion.version}"
-    if champion.tags.get(_TEST) == candidate.test:
-        return name
-    return f"{name}, which was tested on other examples and may have been trained on some of these"
-
-
 def _smoke(version: Path, expected: Sequence[Answers]) -> None:
     """Check that the served version gives the same answers as the model that was scored.
 
@@ -301,7 +287,6 @@ def _smoke(version: Path, expected: Sequence[Answers]) -> None:
     likely tokens, which changes all later tokens.
 
     Args:
-        version: the folder of the version's files.
         expected: the answers of the scored model to `gates.questions`.
     """
     answers = ask(str(version), gates.questions())

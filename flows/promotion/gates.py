@@ -98,7 +98,7 @@ def measure(
     """
     if digest(TEST) != candidate.test:
         raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
-    task, rows = load_task(), len(load_split("test"))
+    task, examples = load_task(), len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
@@ -109,12 +109,12 @@ def measure(
     model, tokenizer = load(files, kind_of(task).auto)
     ours = _scored(model, tokenizer, task, terms)
     metric = ours.score.metric
-    gates.append(as_recorded(metric, candidate.metric, rows, terms))
+    gates.append(as_recorded(metric, candidate.metric, examples, terms))
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
-        theirs = _champions(champion, tokenizer, task, terms)
-        error = _error(task, ours.rows, theirs.rows)
-        gates.append(gain(metric, theirs.score.metric, error, champion, terms))
+        scored = _champions(champion, tokenizer, task, terms)
+        error = _error(task, ours.rows, scored.rows)
+        gates.append(gain(metric, scored.score.metric, error, champion, terms))
     return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
@@ -154,7 +154,7 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
     return Gate("files other than measured", float(content != candidate.content), 0.0, True, words, "too many")
 
 
-def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
+def as_recorded(metric: float, recorded: float, examples: int, terms: Terms) -> Gate:
     """Return the gate that compares the metric with the one that the study recorded.
 
     The files are the same, so this gate checks that the code that runs them computes the same. (choice) The metric may
@@ -167,74 +167,54 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
     A perplexity is the exponential of a mean loss: rounding of the loss multiplies the perplexity, so its limit is
     relative. (choice) A thousandth is far above the rounding of single precision, and below a notable difference
     between two candidates.
-
-    Args:
-        metric: the candidate's metric, computed now.
-        recorded: the metric in the study's records.
-        rows: number of test examples.
     """
-    difference, allowed = abs(metric - recorded), 2 / rows
+    difference, allowed = abs(metric - recorded), 2 / examples
     if not METRICS[terms.metric].bounded:
         allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
-    words = f"{_title(terms)} is {short(metric)} here, but the study recorded {short(recorded)}"
+    words = f"{METRICS[terms.metric].title} is {short(metric)} here, but the study recorded {short(recorded)}"
     words += f"; a difference of at most {short(allowed)} is allowed"
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
-    """Return the gate that compares the candidate with the champion.
-
-    Args:
-        metric: the candidate's metric.
-        theirs: the champion's metric on the same examples.
-        error: the standard error of the difference.
-    """
+    """Return the gate that compares the candidate with the champion; `error`: standard error of the difference."""
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
-    words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
+    words = f"{METRICS[terms.metric].title} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     chance = terms.wanted.chance(error)
     words += f"is a gain of {short(gained)}; at least {short(least)} is required, minus {short(chance)} for chance"
     return Gate("gain over the champion", gained, least, False, words, "too low", error, chance)
 
 
-def _title(terms: Terms) -> str:
-    return METRICS[terms.metric].title
-
-
 def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     """Score the champion, which may be a model of another study, on the test examples of this study.
-
-    Args:
-        ours: the candidate's tokenizer.
 
     Raises:
         Refused: the champion cannot be loaded, or its answers cannot be compared with the candidate's.
     """
-    what = f"the champion ({champion.name})"
+    name = f"the champion ({champion.name})"
     advice = "name another model in promotion.model, or remove the alias champion"
     if not champion.files.is_dir():
-        raise Refused(f"{what} was not registered by `promote` and cannot be compared with: {advice}")
+        raise Refused(f"{name} was not registered by `promote` and cannot be compared with: {advice}")
     try:
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
     except (StageError, *UNLOADABLE) as error:
-        raise Refused(f"{what} cannot be loaded for these test examples ({error}): {advice}") from error
+        raise Refused(f"{name} cannot be loaded for these test examples ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
-        raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
+        raise Refused(f"{name} {difference}; they cannot be compared: {advice}")
     return _scored(model, tokenizer, task, terms)
 
 
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
-    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same.
-
-    Args:
-        ours: the candidate's tokenizer.
-    """
-    known = model.config.architectures or ()
-    if type(model).__name__ not in known:  # transformers has then given the model a new, untrained head
-        return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
+    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same."""
+    architectures = model.config.architectures or ()
+    if type(model).__name__ not in architectures:  # transformers has then given the model a new, untrained head
+        return (
+            f"is a {', '.join(architectures) or 'model without a head'}, and this study needs a {type(model).__name__}"
+        )
     if kind_of(task).problem_type:
         config = model.config
         theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))

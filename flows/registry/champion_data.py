@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from mlflow import MlflowClient
 
@@ -28,9 +27,6 @@ def refresh(study: str, model: str) -> None:
     """Fill data/reference with the champion's training examples; empty it if the study has no champion.
 
     If the registry fails, the folder does not change.
-
-    Args:
-        model: name of the model in the registry.
     """
     REFERENCE.mkdir(parents=True, exist_ok=True)
     try:
@@ -43,10 +39,11 @@ def refresh(study: str, model: str) -> None:
         log.warning("neither the cache nor the remote has the champion's training examples: nothing is compared")
         digests = {}
     for part in PARTS:
-        if part in digests:
-            _put(cache, digests[part], REFERENCE / part)
-        else:
-            (REFERENCE / part).unlink(missing_ok=True)
+        target, digest = REFERENCE / part, digests.get(part)
+        if not digest:
+            target.unlink(missing_ok=True)
+        elif not target.exists() or cached_objects.measured(target) != {"": digest}:  # DVC hashes each new copy again
+            cached_objects.copy(cache, digest, target)
 
 
 def _digests(study: str, model: str) -> dict[str, str]:
@@ -66,9 +63,3 @@ def _digests(study: str, model: str) -> dict[str, str]:
     inputs: Mapping[str, str] = json.loads(champion.tags.get("dvc.inputs", "{}"))
     parts = {part: inputs.get(str(SPLITS / part)) for part in PARTS}
     return {part: digest for part, digest in parts.items() if digest}
-
-
-def _put(cache: Path, digest: str, target: Path) -> None:
-    """Copy a file from DVC's cache, unless it is there: DVC would have to hash a new copy again."""
-    if not target.exists() or cached_objects.measured(target) != {"": digest}:
-        cached_objects.copy(cache, digest, target)

@@ -32,13 +32,13 @@ def last(model: str) -> Noted | None:
 
 def note(model: str, champion: Noted) -> None:
     """Note that a version of the model is the champion. If the disk is full, only log a warning."""
-    known = _read()
-    if known.get(model) == champion:
+    champions = _read()
+    if champions.get(model) == champion:
         return
     new = _FILE.with_name(f"{_FILE.name}.new")
     try:
         _FILE.parent.mkdir(exist_ok=True)
-        new.write_bytes(_Champions.dump_json(known | {model: champion}, indent=1))
+        new.write_bytes(_Champions.dump_json(champions | {model: champion}, indent=1))
         os.replace(new, _FILE)
     except OSError as error:
         log.warning("the champion cannot be noted: %s", error)

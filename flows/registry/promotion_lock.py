@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from sqlalchemy import create_engine, text
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 _KEEPALIVE = "SET tcp_keepalives_idle = 60; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 6"
 
 
-@contextmanager
-def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
+def turn(address: str, name: str) -> AbstractContextManager[Callable[[], None]]:
     """Wait for the lock on a model of a registry, and hold it while the block runs.
 
     If the registry is PostgreSQL, the lock is an advisory lock of the database, which excludes processes on all
@@ -31,11 +30,11 @@ def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
         address: URL of the registry. It must have the same spelling in all processes.
         name: name of the model.
 
-    Yields:
-        A function that raises `sqlalchemy.exc.SQLAlchemyError` if the lock was lost with the database's connection.
+    Returns:
+        A context manager. Its value is a function that raises `sqlalchemy.exc.SQLAlchemyError` if the lock was lost
+        with the database's connection.
     """
-    with _in_database(address, name) if address.startswith("postgresql") else _on_machine(address, name) as check:
-        yield check
+    return _in_database(address, name) if address.startswith("postgresql") else _on_machine(address, name)
 
 
 @contextmanager

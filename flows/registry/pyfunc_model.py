@@ -22,7 +22,7 @@ class Served(PythonModel):
     """A served model of any task.
 
     Its settings are in MLflow's `model_config`. task: the task as the stage `extract` wrote it. batch_size: number of
-    rows, windows or blocks that are answered at a time. continuation: number of tokens that a language model writes
+    examples, windows or blocks that are answered at a time. continuation: number of tokens that a language model writes
     after a text.
     """
 

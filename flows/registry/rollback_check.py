@@ -36,9 +36,7 @@ def refuse(model: str) -> None:
     if database.damaged() or not (counts := _counts(model)):
         return
     champion, earlier = counts
-    if not champion and not last_champion.last(
-        model
-    ):  # if a champion was noted, the registry was lost; that is another error
+    if not champion and not last_champion.last(model):  # if one was noted, the registry was lost: another error
         raise NothingBefore(f"{model} has no champion: there is nothing to go back from")
     if champion and not earlier:
         raise NothingBefore(f"the champion of {model} replaced none: there is nothing to go back to")
@@ -53,9 +51,8 @@ def _counts(model: str) -> tuple[int, int] | None:
         return 0, 0
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as opened:
-            champion, earlier = (
-                opened.execute(query, {"model": model}).fetchone()[0] for query in (_CHAMPION, _EARLIER)
-            )
+            queries = (opened.execute(query, {"model": model}) for query in (_CHAMPION, _EARLIER))
+            champion, earlier = (query.fetchone()[0] for query in queries)
     except sqlite3.Error:  # locked, damaged, or without these tables
         return None
     return champion, earlier

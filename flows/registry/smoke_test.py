@@ -61,7 +61,7 @@ def _predict(model: str, question: Path, answer: Path) -> None:
     words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
     words += ["-i", str(question), "-t", "json", "-o", str(answer)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *words],
             capture_output=True,
             text=True,
@@ -70,5 +70,5 @@ def _predict(model: str, question: Path, answer: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
-    if done.returncode:
-        raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a message")
+    if process.returncode:
+        raise SmokeFailed(shown(" ".join(process.stderr.strip().splitlines()[-1:])) or "it ended without a message")

@@ -117,12 +117,7 @@ def _absolute(address: str) -> str:
 
 
 class Registry:
-    """The versions of one model in the registry.
-
-    Args:
-        name: name of the model.
-        check: a function that raises if the lock on the model was lost.
-    """
+    """The versions of one model in the registry; `check` raises if the lock on the model was lost."""
 
     def __init__(self, name: str, client: MlflowClient, check: Callable[[], None]) -> None:
         self.name = name
@@ -205,14 +200,7 @@ class Registry:
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
-        """Return the ids of the candidate's run and of the study's experiment in MLflow.
-
-        Args:
-            key: digest of the candidate's stages, see `mirror.key_of`.
-
-        Returns:
-            The run, or None if MLflow has none with this key; the experiment.
-        """
+        """Return the ids of the candidate's run with this `mirror.key_of`, if there is one, and of the experiment."""
         experiment = mirror.experiment(self.client, study)
         return mirror.find(self.client, experiment, key), experiment
 
@@ -241,9 +229,7 @@ class Registry:
             saved: the folder that `model_package.save` has written.
             label: name of the candidate.
             content: DVC's digest of the candidate's folder.
-            experiment: id of the study's experiment in MLflow.
-            run: id of the candidate's run in MLflow, if known.
-            tags: tags of the version; the tag `CONTENT` is added.
+            experiment, run: ids of the study's experiment and of the candidate's run in MLflow.
         """
         logged = self.client.create_logged_model(experiment, label.replace(".", "_"), run, {CONTENT: content})
         status: Literal["READY", "FAILED"] = "FAILED"
@@ -276,10 +262,7 @@ class Registry:
         return files / model_package.MODEL
 
     def smoke(self, reference: str) -> None:
-        """Check that a version can be loaded and answers its own example.
-
-        Args:
-            reference: `/3` for version 3, or an alias such as `@champion`.
+        """Check that a version, such as `/3` or `@champion`, can be loaded and answers its own example.
 
         Raises:
             SmokeFailed: the version does not answer, although the registry works.
@@ -348,7 +331,7 @@ class Registry:
         """Check that version `number` answers under the alias `champion`; if it does not, undo its promotion.
 
         Returns:
-            Whether the version still is the champion. Someone else may have moved the alias during the check.
+            Whether the version still is the champion: someone else may have moved the alias meanwhile.
 
         Raises:
             SmokeFailed: the version does not answer; its promotion was undone.
@@ -357,7 +340,11 @@ class Registry:
             self.smoke(f"@{CHAMPION}")
         except SmokeFailed as error:
             if self.aliases().get(CHAMPION) == number:
-                self._take_back(number)
+                self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
+                if before := self.before(self.version(number)):
+                    self._move(before)
+                else:
+                    self._drop(CHAMPION)
             self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
             self._conclude(number, f"Taken back at {clock()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
@@ -370,14 +357,6 @@ class Registry:
         self._note(number)
         self._follow()
         return True
-
-    def _take_back(self, number: str) -> None:
-        """Make the champion before version `number` the champion again; if there was none, remove the alias."""
-        self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
-        if before := self.before(self.version(number)):
-            self._move(before)
-        else:
-            self._drop(CHAMPION)
 
     def _conclude(self, number: str, decision: str) -> None:
         """Store the outcome of a promotion: in a tag, and in the description below the gates."""

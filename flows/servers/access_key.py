@@ -64,9 +64,7 @@ def made() -> str:
     file = path()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (
-            file.parent.stat().st_mode & 0o022
-        ):  # somebody else could put a database there, and a database decides what runs
+        if file.parent.stat().st_mode & 0o022:  # somebody else could put a database there, which decides what runs
             raise ServerError(f"others can write to Prefect's home {file.parent}: `chmod go-w {file.parent}`")
         if key := known():
             return key
@@ -106,8 +104,8 @@ def auth_string() -> str | None:
     """
     if os.environ.get(_VARIABLE) == "":  # the user wants no password
         return None
-    given = get_current_settings().server.api.auth_string
-    theirs = given.get_secret_value() if given else ""
-    if theirs and not all(theirs.partition(":")):
+    setting = get_current_settings().server.api.auth_string
+    own = setting.get_secret_value() if setting else ""
+    if own and not all(own.partition(":")):
         raise ServerError(f"{_VARIABLE} must be USER:PASSWORD, with a colon")
-    return theirs or made()
+    return own or made()

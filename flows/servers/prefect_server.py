@@ -247,10 +247,9 @@ def _environment(pages: bool, auth: str | None) -> dict[str, str]:
     """Return the environment for the process of a Prefect server."""
     ours = get_current_settings()
     environment = {
-        "PREFECT_UI_API_URL": "/api"
-    }  # the server's own, because the URL that we know may contain a password
-    environment |= {**os.environ, **ours.to_environment_variables(exclude_unset=True)}
-    environment |= {
+        "PREFECT_UI_API_URL": "/api",  # the server's own, because the URL that we know may contain a password
+        **os.environ,
+        **ours.to_environment_variables(exclude_unset=True),
         **settings.importable(),
         "ECKART_SERVER_KEY": access_key.made(),
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
@@ -273,11 +272,7 @@ def _client(address: str, auth: str | None) -> dict[str, str | None]:
 
 @contextmanager
 def _used(address: str, auth: str | None) -> Iterator[None]:
-    """While the block runs, make this process and its child processes use a server of ours.
-
-    Args:
-        auth: `user:password` of the server.
-    """
+    """While the block runs, make this process and its child processes use a server of ours."""
     before = {name: os.environ.get(name) for name in (_URL, _AUTH)}
     _set(_client(address, auth))
     try:

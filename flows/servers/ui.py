@@ -77,8 +77,8 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
 
 def _print(console: Console, prefect: Page, mlflow: Page) -> None:
     for name, page in (("Prefect: ", prefect), ("MLflow:  ", mlflow)):
-        there = "" if page.ours else ". It was running already"
-        console.print(f"{name}{page.address}\n  {page.shows}{there}", soft_wrap=True, highlight=False)
+        state = "" if page.ours else ". It was running already"
+        console.print(f"{name}{page.address}\n  {page.shows}{state}", soft_wrap=True, highlight=False)
     if access_key.auth_string() and not (prefect.remote and mlflow.remote):
         who = "Both ask" if not (prefect.remote or mlflow.remote) else "The page on this machine asks"
         console.print(f'{who} for the key, USER:PASSWORD. This prints it: echo "{access_key.where()}"', soft_wrap=True)
@@ -87,23 +87,20 @@ def _print(console: Console, prefect: Page, mlflow: Page) -> None:
 @contextmanager
 def _prefect(port: int) -> Iterator[Page]:
     """Yield Prefect's page, which shows the runs of all workspaces; start its server if needed."""
-    known, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
-    if (url := known.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
-        place = redaction.shown(known.ui_url or url.rstrip("/").removesuffix("/api"))
+    current, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
+    if (url := current.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
+        place = redaction.shown(current.ui_url or url.rstrip("/").removesuffix("/api"))
         yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False, remote=True)
-    elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(
-        _MLFLOW
-    ):  # of `eckart serve` or another `eckart ui`
-        yield Page(address, _runs(address), ours=False)
+    elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(_MLFLOW):
+        yield Page(address, _runs(address), ours=False)  # of `eckart serve` or another `eckart ui`
     else:
         with prefect_server.started(port, pages=True, auth=access_key.auth_string()) as address:
             yield Page(address, _runs(address), ours=True)
 
 
 def _runs(address: str) -> str:
-    return (
-        f"the runs of all your workspaces, in {prefect_server.serves(address).removeprefix(_PREFECT) or 'a database'}"
-    )
+    place = prefect_server.serves(address).removeprefix(_PREFECT) or "a database"
+    return f"the runs of all your workspaces, in {place}"
 
 
 @contextmanager
@@ -120,13 +117,13 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
         yield Page(redaction.shown(store), shows, ours=False, remote=True), None
         return
     shows, serves = f"{_study()}, in {redaction.shown(store)}", f"{_MLFLOW}{redaction.shown(store)}"
-    if (there := prefect_server.serves(address)) == serves:
+    if (running := prefect_server.serves(address)) == serves:
         yield Page(address, shows, ours=False), None
         return
     another = "set MLFLOW_PORT, or `eckart ui --mlflow-port`, to another port"
-    if there:
+    if running:
         raise access_key.ServerError(
-            f"port {port} shows another database, {there}: stop that `eckart ui`, or {another}"
+            f"port {port} shows another database, {running}: stop that `eckart ui`, or {another}"
         )
     try:
         socket.create_server((settings.LOOPBACK, port)).close()

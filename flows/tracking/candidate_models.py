@@ -35,12 +35,7 @@ def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
 def log(
     client: MlflowClient, run: str, model: LoggedModel, outcomes: Sequence[Outcome], metrics: Sequence[Metric]
 ) -> None:
-    """Log the metrics of a candidate's model in the candidate's run, and mark the model as READY.
-
-    Args:
-        run: id of the candidate's run.
-        outcomes: outcomes of the stages that measured the metrics.
-    """
+    """Log a candidate's metrics, measured by these stages, in its run; mark its model as READY."""
     client.log_batch(run, metrics=list(_linked(model.model_id, outcomes, metrics)))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run, [LoggedModelOutput(model.model_id, step=0)])

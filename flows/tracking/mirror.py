@@ -76,13 +76,7 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """The runs in MLflow of one study run of the working directory.
-
-    Args:
-        study: name of the study.
-        planned: all stages of the study.
-        tags: further tags for the runs.
-    """
+    """The runs in MLflow of one study run of the working directory, with its name, its stages and further tags."""
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
@@ -184,7 +178,7 @@ class Mirror:
     def _log_curve(self, candidate: str, file: Path) -> None:
         """Log the new points of a training curve; skip a line that is not written to its end.
 
-        A run may have two curves: a candidate's of search and recovery, or the parent's of teacher and control. The
+        A run may have two curves: a candidate's of search and fine-tuning, or the parent's of teacher and control. The
         metrics of search and control get a prefix.
         """
         part = next((name for name in _OTHER_CURVES if name in (file.parent.name, file.stem)), "")
@@ -213,11 +207,7 @@ class Mirror:
                     self._log_times(candidate)
 
     def page(self, run: str | None = None) -> str:
-        """Return the URL of a run's page in MLflow. `start` must have been called.
-
-        Args:
-            run: id of the run; None: the parent run.
-        """
+        """Return the URL of the page in MLflow of a run, or of the parent run. `start` must have been called."""
         address = database.address()
         server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
@@ -234,7 +224,10 @@ class Mirror:
             self._open(candidate, _BACKFILLED)
         if candidate in self._children:
             metrics = self._fill(candidate, outcomes)
-            finished = self._single(key_of(outcomes))
+            finished = _finished(self.client, self.experiment, key_of(outcomes))
+            for copy in finished[1:]:  # of study runs at the same time
+                self.client.set_tag(copy.info.run_id, "eckart.same_as", finished[0].info.run_id)
+                self.client.set_terminated(copy.info.run_id, "KILLED")
         self.lineage[candidate] = finished[0].info.run_id
         self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
 
@@ -248,7 +241,7 @@ class Mirror:
             tags = {"eckart.study": self.study, "eckart.candidate": candidate, candidate_models.KEY: key}
             model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
         if model.status != LoggedModelStatus.READY:
-            candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _metrics(outcomes))
+            candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _points(_numbers(outcomes)))
         return str(model.model_id)
 
     def _elsewhere(self, candidate: str) -> str | None:
@@ -260,28 +253,17 @@ class Mirror:
                 return str(run.info.run_id)
         return None
 
-    def _single(self, key: str) -> list[Run]:
-        """Keep the first finished run with this key; mark others, of study runs at the same time, as its copies.
-
-        Returns:
-            A list with the first run.
-        """
-        first, *others = _finished(self.client, self.experiment, key)
-        for run in others:
-            self.client.set_tag(run.info.run_id, "eckart.same_as", first.info.run_id)
-            self.client.set_terminated(run.info.run_id, "KILLED")
-        return [first]
-
     def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
         """Complete the candidate's child run of this study run; return the metrics of the candidate's own stages."""
         # Leave out the control, which belongs to no candidate: a new control must not change the candidates' runs.
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
-        run, own = self._children[candidate], _metrics(outcomes)
+        others = {name: value for name, value in _numbers(shared).items() if not name.startswith("dense.control.")}
+        run, own = self._children[candidate], _points(_numbers(outcomes))
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=[*own, *(metric for metric in _metrics(shared) if not metric.key.startswith("dense.control."))],
+            metrics=[*own, *_points(others)],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -297,11 +279,7 @@ class Mirror:
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
-        """Close the parent run; close the runs of unfinished candidates as failed.
-
-        Args:
-            complete: whether all stages are up to date.
-        """
+        """Close the parent run; close the runs of unfinished candidates as failed."""
         if self._machine:
             self._machine.finish()
         self._close(complete)
@@ -323,8 +301,8 @@ class Mirror:
             numbers |= {f"best.{name}": measured[name] for name in _BEST_METRICS if name in measured}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
         self.client.log_inputs(self.parent, _datasets(outcomes))
-        done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
-        self.client.update_run(self.parent, name=", ".join([self._name(), *(done or ["none executed"])]))
+        ran = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
+        self.client.update_run(self.parent, name=", ".join([self._name(), *(ran or ["none executed"])]))
         stages = {
             outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes
         }
@@ -335,10 +313,7 @@ class Mirror:
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
-    """Return the candidate that a promotion would take, and its numbers; None if there is none.
-
-    The stage `compare` has written the name into a file.
-    """
+    """Return the candidate that `compare` chose for a promotion, and its numbers; None if there is none."""
     if not any(str(CHOICE) in outcome.outs for outcome in outcomes):
         return None
     name = Chosen.model_validate_json(CHOICE.read_text()).candidate
@@ -360,13 +335,13 @@ def experiment(client: MlflowClient, study: str) -> str:
 
     If the store is in the workspace, the artifacts of a new experiment are there, too.
     """
-    if known := client.get_experiment_by_name(study):
-        return known.experiment_id
+    if existing := client.get_experiment_by_name(study):
+        return existing.experiment_id
     try:
         return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
-        if known := client.get_experiment_by_name(study):  # another study run has just created it
-            return known.experiment_id
+        if existing := client.get_experiment_by_name(study):  # another study run has just created it
+            return existing.experiment_id
         raise
 
 
@@ -405,10 +380,6 @@ def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
     }
 
 
-def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
-    return _points(_numbers(outcomes))
-
-
 def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metric]:
     now = int(time.time() * 1000)
     return [Metric(name, value, now, 0, model) for name, value in numbers.items()]
@@ -425,11 +396,8 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
     numbers: dict[str, float] = {}
     for outcome in outcomes:
         for path in outcome.outs:
-            if (
-                path.startswith("reports/")
-                and path.endswith(".json")
-                and not Path(path).is_relative_to(stage_inputs.FOLDER)
-            ):
+            of_inputs = Path(path).is_relative_to(stage_inputs.FOLDER)
+            if path.startswith("reports/") and path.endswith(".json") and not of_inputs:
                 report = json.loads(Path(path).read_text())
                 own = report[candidate] if outcome.stage == _TIMES else report
                 values = flatten({name: value for name, value in own.items() if name != "targets"})
@@ -441,13 +409,11 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the parameters that the stages read. Their names do not contain the recipe, so runs can be compared."""
     recipe, keep = recipe_and_keep(candidate)
-    tracked = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
-    own = {
-        name.removeprefix(f"recipes.{recipe}."): value
-        for name, value in tracked.items()
-        if not name.startswith("code.")
+    read = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
+    own = {name.removeprefix(f"recipes.{recipe}."): value for name, value in read.items()}
+    return {"recipe": recipe, "keep": keep} | {
+        name: value for name, value in own.items() if not name.startswith("code.")
     }
-    return {"recipe": recipe, "keep": keep} | own
 
 
 def _params(values: Mapping[str, Any]) -> list[Param]:

@@ -119,14 +119,14 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def study(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """The tiny study, run without any server. Made once for all of xdist's processes."""
+def study(database: Path, prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The tiny study, run with a temporary server. Made once for all of xdist's processes."""
     with shared("study", tmp_path_factory) as (folder, new):
         root, said = folder / "workspace", folder / "said"
         if new:
             tiny_repository(root, export={"recipes": ["kfac"]})
             shutil.copy(database, root)
-            code, printed = Command(root, BARE | {"PREFECT_HOME": str(folder / "prefect")}, "run").end()
+            code, printed = Command(root, BARE | {"PREFECT_HOME": str(prefect_home(folder))}, "run").end()
             assert code == 0, printed
             said.write_text(printed)
     return Study(root, said.read_text(), database)

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: what its API asks when a commit is made, what it then holds, and what is new."""
+"""A stand-in for the Hugging Face hub: it takes commits, and names the newest commits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ TOKEN = "hf_of_a_test"
 
 
 class Hub:
-    """Repository → path → bytes; those that are private; where it is; and what its newest commits are."""
+    """The content of the hub."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
+        """Repository → path → bytes."""
         self.private: set[str] = set()
         self.address = ""
         self.newest: dict[str, str] = {}
@@ -28,8 +29,8 @@ class Hub:
 
 @contextmanager
 def hub() -> Iterator[Hub]:
-    """One at an address of this machine, as long as the context."""
-    held = Hub()
+    """Serve a hub on this machine while the block runs."""
+    content = Hub()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -43,34 +44,31 @@ def hub() -> Iterator[Hub]:
                 return self._answer(200, {"errors": [], "warnings": []})
             name, _, rest = self.path.removeprefix("/api/models/").rpartition("/")[0].rpartition("/")
             if rest == "preupload":
-                every = json.loads(body)["files"]
-                files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in every]
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]
                 return self._answer(200, {"files": files})
             if rest == "commit":
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
-                        self._files(name)[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                there = {"commitUrl": f"{held.address}/{name}/commit/1", "commitOid": "1", "hookOutput": ""}
-                return self._answer(200, {"success": True, **there})
+                        content.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                commit = {"commitUrl": f"{content.address}/{name}/commit/1", "commitOid": "1", "hookOutput": ""}
+                return self._answer(200, {"success": True, **commit})
             return self._answer(404, {"error": self.path})
 
         def do_GET(self) -> None:
-            asked = self.path.removeprefix("/api/")
-            if asked in held.newest:
-                return self._answer(200, {"id": asked.partition("/")[2], "sha": held.newest[asked]})
+            name = self.path.removeprefix("/api/")
+            if name in content.newest:
+                return self._answer(200, {"id": name.partition("/")[2], "sha": content.newest[name]})
             return self._answer(404, {"error": self.path})
 
-        def _create(self, asked: dict[str, Any]) -> None:
-            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-            held.repositories.setdefault(name, {})
-            held.private |= {name} if asked.get("visibility") == "private" else set()
-            self._answer(200, {"url": f"{held.address}/{name}"})
+        def _create(self, wanted: dict[str, Any]) -> None:
+            name = "/".join(filter(None, (wanted.get("organization"), wanted["name"])))
+            content.repositories.setdefault(name, {})
+            content.private |= {name} if wanted.get("visibility") == "private" else set()
+            self._answer(200, {"url": f"{content.address}/{name}"})
 
-        def _files(self, name: str) -> dict[str, bytes]:
-            return held.repositories[name]
-
-        def _answer(self, status: int, content: dict[str, Any]) -> None:
-            body = json.dumps(content).encode()
+        def _answer(self, status: int, answer: dict[str, Any]) -> None:
+            body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -78,14 +76,14 @@ def hub() -> Iterator[Hub]:
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing: pytest shows what a test prints."""
+            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    held.address = f"http://127.0.0.1:{server.server_port}"
+    content.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield held
+        yield content
     finally:
         server.shutdown()
         thread.join()

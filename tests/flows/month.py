@@ -1,4 +1,4 @@
-"""Five unattended nights: what happens before each, and the expected result.
+"""Four unattended nights: what happens before each, and the expected result.
 
 A night is a run that the schedule would have started, in a process of its own, on a real Prefect server, MLflow store
 and DVC; its results are committed to git in the morning. Only the clock is not waited for.
@@ -61,8 +61,8 @@ class Night:
     act: Callable[[Month], object] = lambda month: None
     state: str = "Completed"
     """The name of the run's state in Prefect in the morning."""
-    champion: Literal["own", "same", "previous"] = "same"
-    """In the morning: the candidate of this night, the champion of the evening, or the one before that."""
+    champion: Literal["own", "same"] = "same"
+    """In the morning: the candidate of this night, or the champion of the evening."""
     begins: timedelta = timedelta()
     """After its time."""
     killed: bool = False
@@ -161,7 +161,7 @@ class Month:
             ).id
         self._run(night.killed, run)
         revision = self.commit(night.before)
-        self.mornings.append(Morning(night, self.flow_run(run), revision, self.alias("champion")))
+        self.mornings.append(Morning(night, self.flow_run(run), revision, self.champion()))
         return self.mornings[-1]
 
     def flow_run(self, run: UUID) -> FlowRun:
@@ -187,10 +187,10 @@ class Month:
         experiments = [experiment.experiment_id for experiment in self.mlflow.search_experiments()]
         return list(self.mlflow.search_runs(experiments))
 
-    def alias(self, name: Literal["champion", "previous"]) -> str:
-        """Return the version with an alias; empty if there is none."""
+    def champion(self) -> str:
+        """Return the version with the alias `champion`; empty if there is none."""
         try:
-            return str(self.mlflow.get_model_version_by_alias(MODEL, name).version)
+            return str(self.mlflow.get_model_version_by_alias(MODEL, "champion").version)
         except MlflowException:
             return ""
 
@@ -230,7 +230,7 @@ class Month:
 
 def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -> None:
     """Do what Prefect's runner does in the process that it starts for a run."""
-    _become(root, {**environment, "PREFECT__FLOW_RUN_ID": str(run)}, said)
+    become(root, {**environment, "PREFECT__FLOW_RUN_ID": str(run)}, said)
     from prefect.flow_engine import load_flow_run, run_flow
 
     from flows.study import study
@@ -238,15 +238,7 @@ def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -
     run_flow(study, flow_run=load_flow_run(run), return_type="state")
 
 
-def _roll_back(root: str, environment: Mapping[str, str], said: str) -> None:
-    """Roll back as the command does."""
-    _become(root, environment, said)
-    from flows.promotion.flow import rollback
-
-    rollback()
-
-
-def _become(root: str, environment: Mapping[str, str], said: str) -> None:
+def become(root: str, environment: Mapping[str, str], said: str) -> None:
     """Set up the process with only this environment, and without the slow smoke tests of versions."""
     from prefect.context import refresh_global_settings_context
 
@@ -277,17 +269,9 @@ def _better(month: Month) -> None:
     month.change("recipes.svd.recovery.steps", 20)
 
 
-def _back(month: Month) -> None:
-    with tempfile.NamedTemporaryFile("r") as said:
-        process = forked.start(_roll_back, str(month.root), month.environment, said.name)
-        process.join()
-        assert process.exitcode == 0, said.read()
-
-
-FIVE = (
+NIGHTS = (
     Night("the first night; the machine was busy", state="Promoted", champion="own", begins=timedelta(minutes=50)),
     Night("most of the reviews are gone", _lost, "Failed"),
     Night("all of them, ten more, and a better study; the machine stops", _better, "Running", killed=True),
     Night("the machine is on again", state="Promoted", champion="own"),
-    Night("`eckart promote --rollback`", _back, "Refused", "previous"),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,18 +18,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from deploy.services import free_port as free_port
 from flows.environment import settings
 from tests.flows.toy import ENVIRONMENT
 
 _IDLE = ("FOREMAN", "LATE_RUNS", "SCHEDULER", "PAUSE_EXPIRATIONS", "REPOSSESSOR", "CANCELLATION_CLEANUP", "TRIGGERS")
 NO_MORE_THAN_RECORDS = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _IDLE}
 """Settings of a server without schedules, which need not poll its database."""
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((settings.LOOPBACK, 0))
-        return int(free.getsockname()[1])
 
 
 def until(holds: Callable[[], object], seconds: float = 600) -> None:
@@ -102,8 +96,7 @@ def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
     """Return the Markdown artifacts with this key and text."""
     wanted = ArtifactFilter.model_validate({"key": {"any_": [key]}})
     with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
-        found = [str(one.data) for one in client.read_artifacts(artifact_filter=wanted)]
-    return [one for one in found if text in one]
+        return [str(page.data) for page in client.read_artifacts(artifact_filter=wanted) if text in str(page.data)]
 
 
 @contextmanager

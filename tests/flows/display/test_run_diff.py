@@ -75,7 +75,7 @@ KFAC = {"dense": 0.875, "factorized": 0.5, "recovered": 0.8125}
 OTHER = b'{"name": "first", "params": 3, "data": [], "code": {}, "metrics": {}}'
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"name": "first"}', b"\xff", OTHER])
+@pytest.mark.parametrize("content", [b"{", b"\xff", OTHER])
 def test_a_record_that_cannot_be_read_is_none(workspace: Path, content: bytes) -> None:
     assert run_diff.load() is None
     run_diff.LAST.parent.mkdir()

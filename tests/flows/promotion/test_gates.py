@@ -27,7 +27,6 @@ from flows.promotion.gates import (
     measure,
     questions,
 )
-from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS
 from tasks.nlp_tasks import kind_of
 from tasks.report.choose_candidate import Gate, Measured, Promotion
@@ -98,11 +97,9 @@ class TestPerplexity:
         assert as_recorded(20_000.0, 1000 * recorded, 10, of_perplexity()).passed is passes
 
 
-@pytest.mark.parametrize("metric", [name for name, entry in METRICS.items() if entry.bounded])
-def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move(metric: MetricName) -> None:
-    terms = dataclasses.replace(TERMS, metric=metric)
-    assert as_recorded(0.72, 0.70, 100, terms).passed
-    assert not as_recorded(0.721, 0.70, 100, terms).passed
+def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move() -> None:
+    assert as_recorded(0.72, 0.70, 100, TERMS).passed
+    assert not as_recorded(0.721, 0.70, 100, TERMS).passed
 
 
 def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
@@ -162,13 +159,6 @@ class TestMeasure:
         # Of twenty rows that the teacher has right the candidate has half: a row's standard deviation is 1 ÷ 2.
         assert gates[2].standard_error == pytest.approx(0.5 / 20**0.5, rel=0.1)
 
-    @pytest.mark.parametrize(("errors", "passes"), [(0.5, False), (1.0, True)])
-    def test_a_drop_within_chance_passes(self, files: Path, candidate: Recorded, errors: float, passes: bool) -> None:
-        """0.2 is too much by 0.1, less than a standard error of 0.11."""
-        wanted = wanting(standard_errors=errors, largest_drop=0.1)
-        gates, _ = measure(files, dataclasses.replace(candidate, teacher=0.7), None, wanted)
-        assert gates[2].passed is passes
-
     def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Recorded) -> None:
         (files / "config.json").write_text((files / "config.json").read_text() + "\n")
         with pytest.raises(Refused) as caught:
@@ -179,7 +169,7 @@ class TestMeasure:
         with pytest.raises(Refused, match=r"test\.parquet\b"):
             measure(files, dataclasses.replace(candidate, test="0" * 32), None, TERMS)
 
-    @pytest.mark.parametrize(("least", "passes"), [(0.0, True), (-0.1, True), (0.01, False)])
+    @pytest.mark.parametrize(("least", "passes"), [(0.0, True), (0.01, False)])
     def test_the_champion_is_measured_on_the_same_rows(
         self, files: Path, candidate: Recorded, tmp_path: Path, least: float, passes: bool
     ) -> None:

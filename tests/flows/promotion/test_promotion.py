@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ from flows.study import study as run_study
 from tasks.artifacts.task_spec import REFERENCE, SPLITS
 from tasks.artifacts.task_spec import REFERENCE_PARTS as PARTS
 from tasks.report.choose_candidate import CHOICE, Chosen
+from tests.flows import forked
 from tests.flows.forked import Command
+from tests.flows.month import become
 from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call
 from tests.workspace import tiny_params, write_params
@@ -73,18 +77,6 @@ def choose(root: Path, *recipes: str) -> None:
         with stage_processes.reaping():
             for stage in planned:
                 engine.run(stage, lambda command: stage_processes.run(command, root, print, {}))
-
-
-def start(root: Path, prefect: dict[str, str]) -> Command:
-    """`eckart promote` in `root`."""
-    return Command(root, BARE | prefect, "promote")
-
-
-def said(process: Command) -> str:
-    """Return its output; it ends with code 0."""
-    code, printed = process.end()
-    assert code == 0, printed
-    return printed
 
 
 def client(root: Path) -> MlflowClient:
@@ -136,20 +128,22 @@ def referred(root: Path) -> None:
 
 
 def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two make the first, who makes the second is killed, a third is refused, and someone goes back by hand."""
+    """The promotion of the second is killed, a third is refused, and someone goes back by hand."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(name, raising=False)
-    both = [start(workspace, prefect) for _ in range(2)]
-    assert sorted(said(process).splitlines()[-1] for process in both) == [
-        "svd-0.5 is the champion already (version 1)",
-        f"svd-0.5 is the champion now: version 1 of {MODEL}",
-    ]
+    code, printed = Command(workspace, BARE | prefect, "promote").end()
+    assert code == 0, printed
+    assert printed.splitlines()[-1] == f"svd-0.5 is the champion now: version 1 of {MODEL}"
     assert aliases(workspace) == {"champion": "1"}
     written(workspace)
     referred(workspace)
 
     choose(workspace, "kfac")
-    kill_at({"champion": "2"}, start(workspace, prefect), workspace)
+    process = forked.start(promote_and_hang, str(workspace), BARE | prefect)
+    until(lambda: aliases(workspace)["champion"] == "2" or process.exitcode is not None)
+    assert process.exitcode is None
+    process.kill()
+    process.join()
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)  # the first has answered above, in many seconds
     monkeypatch.setattr(promotion, "_smoke", lambda *_: None)
     assert str(scheduled(workspace, prefect).message).endswith(" kfac-0.5 is the champion already (version 2)")
@@ -221,12 +215,11 @@ def decision(root: Path, number: str) -> str:
     return next(item.tags["eckart.decision"] for item in versions(root) if str(item.version) == number)
 
 
-def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
-    """Kill a promotion as soon as the aliases are those."""
-    until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
-    assert process.poll() is None, process.end()[1]
-    process.kill_group()
-    process.end()
+def promote_and_hang(root: str, environment: Mapping[str, str]) -> None:
+    """Promote in a process of its own, in which the smoke test after the move of the alias never ends."""
+    become(root, environment, os.devnull)
+    Registry.smoke = lambda *_: threading.Event().wait()  # type: ignore[assignment,method-assign,misc]
+    promotion.promotion()
 
 
 def written(root: Path) -> None:
@@ -264,8 +257,6 @@ def written(root: Path) -> None:
         ({"value": 2.0}, {"value": 2.1}, 1, False),
         ({"loss": None}, {"loss": None, "continuation": "x"}, 8, True),
         ({"loss": None}, {"loss": 1.0, "continuation": "x"}, 1, False),
-        ({"loss": 1.0}, {"loss": None, "continuation": "x"}, 1, False),
-        ({"tags": ["O", None]}, {"tags": ["O", None]}, 8, True),
         ({"tags": ["O", None]}, {"tags": ["O", "O"]}, 1, False),
     ],
 )

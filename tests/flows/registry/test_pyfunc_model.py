@@ -179,20 +179,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-class TestKinds:
-    def test_a_version_answers_as_its_kind_scores(self, case: Case, tmp_path: Path) -> None:
-        model, rows = case.model(), case.rows()
-        wanted = kind_of(case.task).answers(model, case.tokenizer(), rows, 7)
-        served = loaded(write(tmp_path, model, case.tokenizer()), case.task, batch_size=3)
-        result = ask(served, rows.drop(columns="label", errors="ignore")).to_dict("records")
-        assert all(_same(answer, other) for answer, other in zip(result, wanted, strict=True))
-        assert len({str(sorted(row.items())) for row in wanted}) > 1
-
-    def test_no_rows_get_no_answers(self, case: Case, tmp_path: Path) -> None:
-        served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
-        result = ask(served, case.rows().head(0))
-        assert result.empty
-        assert list(result) == list(kind_of(case.task).answer_columns)
+def test_a_version_answers_as_its_kind_scores(case: Case, tmp_path: Path) -> None:
+    model, rows = case.model(), case.rows().drop(columns="label", errors="ignore")
+    wanted = kind_of(case.task).answers(model, case.tokenizer(), case.rows(), 7)
+    served = loaded(write(tmp_path, model, case.tokenizer()), case.task, batch_size=3)
+    result = ask(served, rows).to_dict("records")
+    assert all(_same(answer, other) for answer, other in zip(result, wanted, strict=True))
+    assert len({str(sorted(row.items())) for row in wanted}) > 1
+    none = ask(served, rows.head(0))
+    assert none.empty
+    assert list(none) == list(kind_of(case.task).answer_columns)
 
 
 class TestTags:

@@ -26,7 +26,6 @@ from flows.registry.versions import (
     CHALLENGER,
     CHAMPION,
     CONTENT,
-    DECISION,
     PREVIOUS,
     PROMOTED_AT,
     ROLLED_BACK,
@@ -204,15 +203,6 @@ def test_versions_that_were_deleted_are_passed_over(models: Registry) -> None:
     assert models.aliases() == {CHAMPION: "4", PREVIOUS: "2"}
     assert models.roll_back() == ("4", "2")
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-
-
-def test_the_outcome_is_written_below_the_gates(models: Registry) -> None:
-    models.describe("2", "checked")
-    promote(models, "1", "2")
-    version = models.version("2")
-    assert version.tags[DECISION].startswith("Promoted at ")
-    assert version.tags[DECISION].endswith(", in place of version 1.")
-    assert version.description == f"checked\n\n{version.tags[DECISION]}"
 
 
 @pytest.mark.parametrize(("address", "named"), [("sqlite:///ours.db", r"ours\.db"), (f"http://{PASSWORD}:9", ":9")])

@@ -97,8 +97,8 @@ def losses(root: Path, run: Run, metric: str = "loss") -> list[tuple[int, float]
     return [(point.step, point.value) for point in history]
 
 
-def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: list[Planned]) -> None:
-    """Nor is the curve of an earlier run taken for the new one, though it is there while the search runs."""
+def test_curves_are_told_apart_while_they_grow(root: Path, plan: list[Planned]) -> None:
+    """Those of search and recovery, of teacher and control, and of this run and an earlier one."""
     write_curve(root, 9.0, 8.0)
     mirror = started(root, plan)
     record_shared(mirror)
@@ -116,17 +116,12 @@ def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: lis
     assert set(run.data.metrics) == {"loss", "search.loss"}
     assert run.info.status == "FINISHED"  # as soon as its last stage is done, not when the study is
     assert run.data.tags["prefect.flow_run"] == "f"
-
-
-def test_the_teacher_and_the_control_are_told_apart(root: Path, plan: list[Planned]) -> None:
-    mirror = started(root, plan)
     for name, loss in {"teacher": 2.0, "control": 1.0}.items():
         file = f"reports/{name}.jsonl"
         with mirror.following(planned(name, (), (str(root / file),))):
             write_curve(root, loss, file=file)
-    parent = MlflowClient(f"sqlite:///{root / 'mlflow.db'}").get_run(mirror.parent)
-    assert losses(root, parent) == [(1, 2.0)]
-    assert losses(root, parent, "control.loss") == [(1, 1.0)]
+    assert losses(root, parent_of(mirror)) == [(1, 2.0)]
+    assert losses(root, parent_of(mirror), "control.loss") == [(1, 1.0)]
 
 
 def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, plan: list[Planned]) -> None:
@@ -303,6 +298,7 @@ def test_a_store_that_fails_is_said_once_and_stops_nothing(
 ) -> None:
     if gone == "at the start":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     mirror = Mirror("s", plan, {})
     mirror.start({"seed": 0})
     with mirror.following(plan[3]):
