@@ -6,8 +6,6 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -98,22 +96,15 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
             pass_fds=[lock.fileno()],
             preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
         )
-        with _ending(process):
-            return process.wait() == 0
-
-
-@contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """End the process of the study when this process is told to end. Ctrl-C reaches both processes anyway."""
-    with terminable(), process:
-        try:
-            yield process
-        except SystemExit:
-            process.terminate()
-            raise
-        except KeyboardInterrupt:
-            process.wait()  # let it clean up
-            raise
+        with terminable(), process:
+            try:
+                return process.wait() == 0
+            except SystemExit:
+                process.terminate()
+                raise
+            except KeyboardInterrupt:  # Ctrl-C reaches that process, too
+                process.wait()  # let it clean up
+                raise
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
@@ -131,10 +122,7 @@ def prepare(study: StudyFile, seed: int) -> Path:
 
 
 def _tracking(experiment: str) -> str:
-    """Return MLflow's address: that of the main workspace, unless the environment names another.
-
-    In a local database, the experiment is made first.
-    """
+    """Return MLflow's address for a seed; in the main workspace's own database, make the experiment first."""
     from flows.tracking import database
 
     if not database.is_local():

@@ -49,7 +49,7 @@ def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -
 
     Args:
         planned: all stages of the study.
-        scheduler: address of the scheduler.
+        scheduler: its address.
         timeout: seconds that a stage may take; None for no limit.
     """
     require()
@@ -87,24 +87,18 @@ class Workers:
 
         Returns:
             The outcome on the worker, or the seconds that the stage took here.
-
-        Raises:
-            EckartError, OSError: the stage failed, or its inputs or outputs could not be transported.
         """
         if _gathers(planned, self._planned):
             return stages.execute_here(planned, command, log, self._timeout)
-        self._publish(planned.upstream)
+        with self._publishing:
+            if missing := [name for name in planned.upstream if name not in self._published]:
+                dvc_transport.publish(missing)
+                self._published.update(missing)
         order = dvc_transport.order(planned)
         outcome, entry = self._run(order, log)
         dvc_transport.fetch(order, entry)
         self._published.add(planned.name)
         return outcome
-
-    def _publish(self, names: Sequence[str]) -> None:
-        with self._publishing:
-            if missing := [name for name in names if name not in self._published]:
-                dvc_transport.publish(missing)
-                self._published.update(missing)
 
     def _run(self, order: Order, log: Callable[[str], None]) -> tuple[Outcome, Entry]:
         """Run an ordered stage on a worker, and return its result.

@@ -97,9 +97,9 @@ def remove(path: Path) -> None:
 
 
 def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
-    """Return the files of an output in the cache, as path within the output → digest.
+    """Return path → digest of an output's files in the cache; a file itself has the path "".
 
-    An output that is a file has the path "". The result is None if a folder's list of files is missing or corrupt.
+    The result is None if a folder's list of files is missing or corrupt.
     """
     if not digest.endswith(_FOLDER):
         return {"": digest}

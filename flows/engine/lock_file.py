@@ -43,9 +43,9 @@ def write(stage: PipelineStage) -> None:
     if not usual or _ANCHOR.search(before + entry):
         stage.dump(update_pipeline=False)
         return
-    after, found = lines.subn(lambda _: entry, before)
+    after, replaced = lines.subn(lambda _: entry, before)
     new = file.with_name(f"{file.name}.new")  # not in .dvc/tmp, which may be on another disk
-    new.write_text(after if found else before + entry, "utf-8")
+    new.write_text(after if replaced else before + entry, "utf-8")
     new.replace(file)
 
 
@@ -55,8 +55,7 @@ def heal(repo: Repo) -> None:
     The results that dvc.lock named are found again with the run cache.
     """
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
-    checks = {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}
-    for path, check in checks.items():
+    for path, check in {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
         if _fails(path, check):
             aside = path.with_name(f"{path.name}.damaged")
             path.replace(aside)

@@ -31,10 +31,9 @@ def refuse(root: Path, stage: str | None = None) -> None:
         stage: None for the processes of all stages.
     """
     if left := _outlast(root, stage, lambda process: None):
-        numbers = " ".join(map(str, left))
         raise StillRuns(
             f"an earlier run of {stage or 'a stage'} was cut off, and its processes still write in {root}: "
-            f"wait until they end, or `kill {numbers}`; then run again"
+            f"wait until they end, or `kill {' '.join(map(str, left))}`; then run again"
         )
 
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from flows.engine.stages import Planned
 
 
-_SCHEDULER = "ECKART_SCHEDULER"
-"""Environment variable with the address of Dask's scheduler. The address is no parameter of a flow."""
+_SCHEDULER = "ECKART_SCHEDULER"  # the address is no parameter of a flow
 
 
 class OptionsError(EckartError):
@@ -55,7 +54,7 @@ class Options:
 
     @classmethod
     def of_flow(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
-        """Return the options of a flow from its parameters and, for the scheduler, the environment."""
+        """Return the options from a flow's parameters; the scheduler's address comes from the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)
 

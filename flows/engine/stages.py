@@ -1,9 +1,7 @@
 """Plan the stages of dvc.yaml and run one of them, like `dvc repro -s`, but several can run at the same time.
 
-DVC decides which stages are stale. Only this folder and reproduce.py use DVC's internals: here Stage.changed,
-remove_outs, save and commit, stage_cache.restore and to_single_stage_lockfile. Some of them take paths relative to the
-working directory, so this must be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with
-the `dvc` command line.
+DVC decides which stages are stale. Some of DVC's internals take paths relative to the working directory, so this must
+be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with the `dvc` command line.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import networkx
-from dvc.dependency import ParamsDependency
+from dvc.dependency import Dependency, ParamsDependency
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
@@ -138,16 +136,15 @@ def resolve_parameters() -> None:
         if _up_to_date(stage):
             return
         planned = _planned(stage)
-    said: list[str] = []
+    lines: list[str] = []
     try:
         with stage_processes.reaping():
-            run(planned, partial(execute_here, planned, log=said.append, timeout=None))
+            run(planned, partial(execute_here, planned, log=lines.append, timeout=None))
     except CommandFailed as failure:
-        raise WorkspaceUnusable("\n".join(said) or str(failure)) from failure
+        raise WorkspaceUnusable("\n".join(lines) or str(failure)) from failure
 
 
 def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
-    """Return the plan for a stage, without its twin and its result."""
     return Planned(
         name=stage.name,
         upstream=upstream,
@@ -196,7 +193,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        done = _executed(stage, execute) if status == "Executed" else 0.0
+        executed = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -208,13 +205,13 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 lock_file.write(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
-                seconds = done.seconds if isinstance(done, Outcome) else done
+                seconds = executed.seconds if isinstance(executed, Outcome) else executed
                 stage_results.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
             here = _outcome(stage, status, definition)
-    if not isinstance(done, Outcome):
+    if not isinstance(executed, Outcome):
         return here
     # "Cached" in the other workspace: the stage ran there for an earlier run, which was cut off.
-    return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
+    return replace(here, status="Executed" if executed.status == "Executed" else "Restored", place=executed.place)
 
 
 def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -> Outcome | float:
@@ -269,15 +266,11 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
-    """Check out the outputs of a stage that did the same computation for another recipe, if the cache has them.
-
-    Returns:
-        Whether this succeeded.
-    """
-    known = stage_results.known(_cache(stage), _computation(stage, definition))
-    if not known or len(known.outs) != len(stage.outs):
+    """Check out the outputs of the same computation for another recipe, and return whether the cache has them."""
+    computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    if not computed or len(computed.outs) != len(stage.outs):
         return False
-    for out, (digest, meta) in zip(stage.outs, known.outs, strict=True):
+    for out, (digest, meta) in zip(stage.outs, computed.outs, strict=True):
         out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None
     if any(out.changed_cache() for out in stage.outs):
         return False
@@ -300,7 +293,7 @@ def _nameless(name: str, definition: str) -> str:
         f'"recipes": {{"{recipe}": ': '"recipes": {"*": ',
         f'"code": {{"{stage}": {{"{recipe}": ': f'"code": {{"{stage}": {{"*": ',
     }
-    return reduce(lambda done, pair: done.replace(*pair), named.items(), definition)
+    return reduce(lambda text, pair: text.replace(*pair), named.items(), definition)
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
@@ -311,9 +304,6 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
 
     Args:
         pull: whether to fetch from the remote, too.
-
-    Returns:
-        Whether the outputs were found and are not corrupt.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -336,11 +326,7 @@ def _discard_corrupt(stage: PipelineStage) -> bool:
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """Return the stage and its definition.
-
-    Raises:
-        StageChanged: the definition differs from the plan, so that the run would mix two studies.
-    """
+    """Return the stage and its definition; if this is not the planned one, the run would mix two studies."""
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
@@ -361,9 +347,7 @@ def _digest(definition: str) -> str:
 
 
 def _definition(stage: PipelineStage) -> str:
-    params = {
-        dep.def_path: dict(dep.read_params(flatten=False)) for dep in stage.deps if isinstance(dep, ParamsDependency)
-    }
+    params = {dep.def_path: dict(dep.read_params(flatten=False)) for dep in _params(stage)}
     paths = [[str(dep) for dep in stage.deps], [str(out) for out in stage.outs]]
     return json.dumps([stage.cmd, params, paths], sort_keys=True)
 
@@ -383,18 +367,22 @@ def check_workspace() -> None:
 def read_now() -> list[Reads]:
     """Return the present inputs of each stage. Missing dependencies are left out."""
     resolve_parameters()
+    reads = []
     with repository() as repo, bookkeeping(repo):
-        return [_reads(stage) for stage in repo.index.stages if stage.cmd]
+        for stage in (stage for stage in repo.index.stages if stage.cmd):
+            stage.save_deps(allow_missing=True)
+            files = {str(dep): str(dep.hash_info.value) for dep in _files(stage) if dep.exists}
+            params = {key: value for dep in _params(stage) for key, value in (dep.hash_info.value or {}).items()}
+            reads.append(Reads(files, params, {str(out): "" for out in stage.outs}))
+    return reads
 
 
-def _reads(stage: PipelineStage) -> Reads:
-    stage.save_deps(allow_missing=True)
-    params = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
-    return Reads(
-        deps={str(dep): str(dep.hash_info.value) for dep in stage.deps if dep not in params and dep.exists},
-        params={key: value for dep in params for key, value in (dep.hash_info.value or {}).items()},
-        outs={str(out): "" for out in stage.outs},
-    )
+def _files(stage: PipelineStage) -> list[Dependency]:
+    return [dep for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+
+
+def _params(stage: PipelineStage) -> list[ParamsDependency]:
+    return [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
@@ -412,8 +400,8 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    known = stage_results.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, known.seconds if known else None, key, deps, params, _digests(entry))
+    computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, _digests(entry))
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -421,11 +409,8 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Return a digest of the stage's computation, which is the same for all recipes that compute the same.
-
-    It is made from the definition without the recipe's name, and from the digests of the dependencies.
-    """
-    read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+    """Return a digest of the stage's computation, which is the same for all recipes that compute the same."""
+    read = [str(dep.hash_info.value) for dep in _files(stage)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
 

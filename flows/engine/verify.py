@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,13 @@ class Entry:
             stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
         }
         source = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if dep["path"] == str(PARAMS)}
-        return list(_differing(parameters | source, record.parameters))
+        entered, ran_with = parameters | source, record.parameters
+        return [
+            f"{name} is {_short(entered.get(name, _MISSING))}, and the stage was run with "
+            f"{_short(ran_with.get(name, _MISSING))}"
+            for name in sorted({*entered, *ran_with})
+            if entered.get(name, _MISSING) != ran_with.get(name, _MISSING)
+        ]
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
-    """Return digest → record, from the cache or else from the remote, without records that cannot be read."""
+    """Return digest → record, without those that cannot be read."""
     cache_dir = stages.cache_dir()
     dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}
@@ -138,10 +144,6 @@ def _records(digests: set[str]) -> dict[str, Inputs]:
 
 
 def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries with the same outputs as another entry that has other inputs.
-
-    Either one of the two is false, or the difference of inputs had no effect (an example that was not drawn).
-    """
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         alike[json.dumps(entry.outs, sort_keys=True)].append(entry)
@@ -151,13 +153,6 @@ def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
 def _inputs(entry: Entry) -> str:
     deps = {dep["path"]: dep.get("md5") for dep in entry.content.get("deps", [])}
     return json.dumps([deps, entry.content.get("params")], sort_keys=True, default=str)
-
-
-def _differing(said: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[str]:
-    for name in sorted({*said, *recorded}):
-        entered, ran_with = said.get(name, _MISSING), recorded.get(name, _MISSING)
-        if entered != ran_with:
-            yield f"{name} is {_short(entered)}, and the stage was run with {_short(ran_with)}"
 
 
 def _short(value: Any) -> str:

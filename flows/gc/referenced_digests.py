@@ -34,8 +34,8 @@ def in_history(commits: int | None) -> set[str]:
     """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags and worktrees.
 
     Args:
-        commits: None for all commits. If it is a number, only so many of the latest commits that changed these files
-            are read, and in addition all tags and the last commit of each branch.
+        commits: number of latest commits that changed these files to read, besides all tags and the last commit of each
+            branch; None for all commits.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")

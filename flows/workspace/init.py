@@ -134,12 +134,7 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 
 def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
-    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml.
-
-    Args:
-        draft: temporary folder with params.yaml, data/raw and models/base.
-        folder: the workspace itself.
-    """
+    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml."""
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = wishes.base
     if base and Path(base).exists():
@@ -176,7 +171,7 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:
-    """Return data.source of params.yaml if it is a path under data/raw, so the user's own data; else None."""
+    """Return data.source of params.yaml if this is the user's own data."""
     source = str(params["data"]["source"])
     return source if Path(source).is_relative_to(RAW) else None
 
@@ -194,13 +189,7 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 def _amending(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays.
-
-    Args:
-        changes: sections as for a new workspace.
-        present: sections of the workspace's params.yaml.
-        default: sections of the default study's params.yaml.
-    """
+    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays."""
     columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
     decided = {"source", "splits", "sizes"} if wishes.data else set()
     if wishes.data or columns:
@@ -220,14 +209,7 @@ def _amending(
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
-    """Copy `source` into the folder `place` of the draft, unless the workspace has it already.
-
-    Returns:
-        The path of the copy, relative to the workspace.
-
-    Raises:
-        InitError: the workspace has another file or folder of this name.
-    """
+    """Copy `source` into the folder `place` of the draft, unless the workspace has it, and return the relative path."""
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
@@ -243,10 +225,7 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
 
 
 def _hand_to_dvc(folder: Path, part: Path) -> None:
-    """Track a folder with DVC, so that a commit has the digests of the files, and other users can pull them.
-
-    A folder without files or with files in git is left to git.
-    """
+    """Track a folder with DVC, for others to pull it. A folder without files, or with files in git, is left to git."""
     keep = folder / part / ".gitkeep"
     if not any((folder / part).iterdir()):
         keep.touch()
@@ -260,7 +239,6 @@ def _hand_to_dvc(folder: Path, part: Path) -> None:
 
 
 def _set_up(folder: Path) -> None:
-    """Set up git and DVC in a folder if they are not set up there."""
     inside = ["git", "rev-parse", "--git-dir"]
     if subprocess.run(inside, cwd=folder, env=worktrees.environment(), capture_output=True).returncode:
         worktrees.git(folder, "init", "--quiet")

@@ -60,12 +60,7 @@ def edited(*paths: str) -> set[str]:
 
 
 def refuse(edited: set[str], who: str) -> None:
-    """Raise a WorkspaceError if there are edited files, since workspaces use the committed ones.
-
-    Args:
-        edited: files with uncommitted edits.
-        who: subject and verb of the message: '`who` the code of the last commit', as in "Workers run".
-    """
+    """Raise a WorkspaceError if there are edited files, since `who` ("Workers run") uses the committed ones."""
     if edited:
         names = "\n".join(f"  {name}" for name in sorted(edited))
         raise WorkspaceError(f"{who} the code of the last commit. Commit these, or undo the edits:\n{names}")
@@ -159,7 +154,7 @@ def dvc(folder: Path, *words: str) -> str:
 
 
 def _called(folder: Path, command: Sequence[str], name: str) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
-    if done.returncode:
-        raise WorkspaceError(f"{name} in {folder.resolve().name}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    result = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    if result.returncode:
+        raise WorkspaceError(f"{name} in {folder.resolve().name}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

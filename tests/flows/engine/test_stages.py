@@ -494,13 +494,13 @@ def test_results_that_cannot_be_read_are_not_known_and_new_fields_are_ignored(
     file = tmp_path / "computed/one.json"
     file.parent.mkdir()
     file.write_text(json.dumps(KNOWN | {"host": "elsewhere"}))
-    assert stage_results.known(tmp_path, "one") == stage_results.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
+    assert stage_results.load(tmp_path, "one") == stage_results.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
     file.unlink()
     if content is None:
         file.mkdir()
     else:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert stage_results.known(tmp_path, "one") is None
+    assert stage_results.load(tmp_path, "one") is None
 
 
 def test_a_computation_with_other_outputs_is_not_taken(workspace: Path) -> None:
