@@ -30,11 +30,7 @@ def folder_of(study: StudyFile, seed: int) -> Path:
 
 
 def check_committed(study: StudyFile) -> None:
-    """Check that the code and the study's file are committed, since workspaces of seeds are made from the commit.
-
-    Raises:
-        WorkspaceError: files are edited or new. The message names them.
-    """
+    """Raise a WorkspaceError unless the code and the study's file are committed, as workspaces are made from that."""
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
     if not worktrees.git(Path(), "ls-files", "--", file):  # git ignores it, so `edited` does not find it
@@ -64,11 +60,7 @@ def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, st
 
 
 def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
-    """Run the trials of the study, and return the study with the best variant of each recipe.
-
-    Raises:
-        WorkspaceError: the trials could not run, or failed.
-    """
+    """Run the trials of the study, and return the study with the best variant of each recipe."""
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
@@ -78,11 +70,7 @@ def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:
-    """Run `eckart run` in the workspace of a seed, and return whether it succeeded.
-
-    Raises:
-        WorkspaceError: the workspace cannot be made, or is in use.
-    """
+    """Run `eckart run` in the workspace of a seed, and return whether it succeeded."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.held(folder) as lock:

@@ -63,11 +63,7 @@ def missing(cache_dir: Path, digest: str) -> set[str]:
 
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
-    """Copy an output from the cache to `target`, which is replaced. The cache must have all objects of the output.
-
-    Raises:
-        FileNotFoundError: an object is missing.
-    """
+    """Copy an output from the cache to `target`, which is replaced. The cache must have all objects of the output."""
     if (listed := files(cache_dir, digest)) is None:
         raise FileNotFoundError(f"the cache has no list of the files of {digest}")
     remove(target)

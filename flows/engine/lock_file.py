@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
@@ -22,7 +22,7 @@ from voluptuous import Invalid
 
 log = logging.getLogger(__name__)
 
-_LOCK = Path("dvc.lock")
+LOCK = Path("dvc.lock")
 _HEAD = "schema: '2.0'\nstages:\n"
 _ENTRIES = re.compile(r"(?:  .*\n|\n)*")
 _ANCHOR = re.compile(r"[&*]id\d{3}")  # YAML's marks of repeated values, numbered throughout the file
@@ -49,13 +49,18 @@ def write(stage: PipelineStage) -> None:
     new.replace(file)
 
 
+def digests(entry: Mapping[str, Any], part: Literal["deps", "outs"]) -> dict[str, str]:
+    """Return path → digest of what a stage read or wrote, as its entry records it."""
+    return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
+
+
 def heal(repo: Repo) -> None:
     """Rename dvc.lock and DVC's file of locks to *.damaged if a full disk or a kill left them half-written.
 
     The results that dvc.lock named are found again with the run cache.
     """
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
-    for path, check in {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
+    for path, check in {LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
         if _fails(path, check):
             aside = path.with_name(f"{path.name}.damaged")
             path.replace(aside)
@@ -67,7 +72,7 @@ def is_damaged() -> bool:
 
     A file that was cut off between two lines is not damaged: the stages that it lacks are just not up to date.
     """
-    return _fails(_LOCK, _check)
+    return _fails(LOCK, _check)
 
 
 def _check(text: str) -> None:

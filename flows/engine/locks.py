@@ -78,11 +78,7 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def workspace(repo: Repo) -> Iterator[None]:
-    """Lock the whole workspace, so that no stage in it can begin.
-
-    Raises:
-        LockError: a stage runs.
-    """
+    """Lock the whole workspace, so that no stage in it can begin; raise a LockError if one runs."""
     with bookkeeping(repo), ExitStack() as locks:
         _enter(repo, locks, write=[repo.root_dir])
         yield
@@ -150,11 +146,7 @@ _read_locks = _ReadLocks()
 
 
 def _wait_for(acquire: Callable[[], object]) -> None:
-    """Call `acquire` again and again until no other process holds the lock that it asks for.
-
-    Raises:
-        CommandFailed: the flow has ended meanwhile.
-    """
+    """Call `acquire` again and again until no other process holds the lock that it asks for."""
     warned = False
     while True:
         try:

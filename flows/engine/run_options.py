@@ -39,12 +39,9 @@ class Options:
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages that may run at the same time: `workers`, or else as many as the cores allow.
+        """Return the number of stages, of so many CPU threads each, that may run at the same time.
 
-        If there is a GPU, the default is 1, since stages would share it.
-
-        Args:
-            threads: number of CPU threads of each stage.
+        It is `workers`, or else as many as the cores allow, or 1 if there is a GPU, which stages would share.
         """
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1

@@ -96,8 +96,7 @@ def plan() -> list[Planned]:
     """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
 
     Stages are sorted by their depth in the graph of dependencies, so that all searches, which may be long, come before
-    the stages that depend on any search. The stage `resolve` is run first if it is stale. All stages are checked here
-    at once, because reading dvc.lock again for each would take a minute.
+    the stages that depend on any search. All are checked at once: reading dvc.lock for each would take a minute.
     """
     check_workspace()
     resolve_parameters()
@@ -230,15 +229,7 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took.
-
-    Args:
-        log: called with each line that the command prints.
-        timeout: in seconds; None for no limit.
-
-    Raises:
-        CommandFailed: the message is the last line that was printed, which says the cause.
-    """
+    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took."""
     root = Path.cwd()
     with machine(planned.alone):
         return stage_processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
@@ -300,10 +291,7 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
     """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, unless they are corrupt.
 
     Call it only once for a loaded stage. DVC takes the outputs of dvc.lock if the inputs saved in `stage` equal the
-    present ones, and this call saves the present ones.
-
-    Args:
-        pull: whether to fetch from the remote, too.
+    present ones, and this call saves the present ones. `pull`: from the remote, too.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -322,7 +310,11 @@ def _is_whole(stage: PipelineStage) -> bool:
 
 def _discard_corrupt(stage: PipelineStage) -> bool:
     """Remove the corrupt objects of a stage's outputs, and return whether there were any."""
-    return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
+    return bool(
+        cached_objects.discard_corrupt(
+            _cache(stage), lock_file.digests(to_single_stage_lockfile(stage), "outs").values()
+        )
+    )
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
@@ -397,15 +389,11 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     # From the stage and not from dvc.lock: DVC may be rewriting that file at this moment.
     entry = to_single_stage_lockfile(stage)
-    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+    deps, outs = lock_file.digests(entry, "deps"), lock_file.digests(entry, "outs")
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
     computed = stage_results.load(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, _digests(entry))
-
-
-def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
-    return {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
+    return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, outs)
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:

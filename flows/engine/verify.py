@@ -20,8 +20,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
-from flows.engine import cached_objects, dvc_transport, stages
-from flows.workspace.worktrees import LOCK
+from flows.engine import cached_objects, dvc_transport, lock_file, stages
+from flows.engine.lock_file import LOCK
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
@@ -43,7 +43,7 @@ class Entry:
     @property
     def outs(self) -> dict[str, str]:
         """Path → digest."""
-        return {out["path"]: out.get("md5", "") for out in self.content.get("outs", [])}
+        return lock_file.digests(self.content, "outs")
 
     @property
     def record(self) -> str | None:
@@ -56,7 +56,7 @@ class Entry:
         parameters = {
             stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
         }
-        source = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if dep["path"] == str(PARAMS)}
+        source = {path: md5 for path, md5 in lock_file.digests(self.content, "deps").items() if path == str(PARAMS)}
         entered, ran_with = parameters | source, record.parameters
         return [
             f"{name} is {_short(entered.get(name, _MISSING))}, and the stage was run with "
@@ -88,7 +88,7 @@ class Findings:
 def verify() -> Findings:
     """Compare each entry of dvc.lock and of the run cache, here and in the remote, with the record of its stage."""
     damaged: list[str] = []
-    entries = [*_of_lock(damaged), *_of_runs(damaged)]
+    entries = list(_entries(damaged))
     records = _records({entry.record for entry in entries if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
     for entry in entries:
@@ -102,14 +102,11 @@ def verify() -> Findings:
     return findings
 
 
-def _of_lock(damaged: list[str]) -> Iterator[Entry]:
+def _entries(damaged: list[str]) -> Iterator[Entry]:
     if LOCK.exists():
         text = LOCK.read_text(errors="replace")
         for name, content in _loaded(text, str(LOCK), COMPILED_LOCKFILE_SCHEMA, damaged).get("stages", {}).items():
             yield Entry(str(LOCK), name, content)
-
-
-def _of_runs(damaged: list[str]) -> Iterator[Entry]:
     for place, text in dvc_transport.run_entries():
         if not (content := _loaded(text, place, COMPILED_LOCK_FILE_STAGE_SCHEMA, damaged)):
             continue
@@ -151,8 +148,8 @@ def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _inputs(entry: Entry) -> str:
-    deps = {dep["path"]: dep.get("md5") for dep in entry.content.get("deps", [])}
-    return json.dumps([deps, entry.content.get("params")], sort_keys=True, default=str)
+    inputs = [lock_file.digests(entry.content, "deps"), entry.content.get("params")]
+    return json.dumps(inputs, sort_keys=True, default=str)
 
 
 def _short(value: Any) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flows.engine import cached_objects
+from flows.engine.lock_file import LOCK
 from flows.workspace import worktrees
-from flows.workspace.worktrees import LOCK
 
 _DIGEST = re.compile(r"\b[0-9a-f]{32}\b(?:\.dir\b)?")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from dvc.utils.flatten import flatten
+
 from flows.engine import cached_objects
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
@@ -32,16 +34,12 @@ class InitError(EckartError):
 
 @dataclass(frozen=True)
 class Wishes:
-    """The user's own model and data. A field is None if the user did not give it.
-
-    base: a folder, a GGUF file, or any other value that model.base may have.
-    data: a file, or a folder with a file for each split, named by the split.
-    text, text_pair, label: names of columns of the data.
-    task: None to derive the task from the label.
-    """
+    """The user's own model and data, and the names of its columns. None stands for what the user did not give."""
 
     base: str | None
+    """A folder, a GGUF file, or any other value that model.base may have."""
     data: Path | None
+    """A file, or a folder with a file for each split, named by the split."""
     text: str | None
     text_pair: str | None
     label: str | None
@@ -50,16 +48,14 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Filled:
-    """Result of `init`: the values that it wrote into params.yaml.
-
-    changes: dotted name → new value.
-    before: dotted name → old value of every parameter; in a new workspace, its value in the default study.
-    head: sentence that says what happens to the base model's head; may be empty.
-    """
+    """Result of `init`: the values that it wrote into params.yaml."""
 
     changes: dict[str, Any]
+    """Dotted name → new value."""
     before: dict[str, Any]
+    """Dotted name → old value of every parameter; in a new workspace, its value in the default study."""
     head: str
+    """Sentence that says what happens to the base model's head; may be empty."""
 
 
 def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
@@ -163,8 +159,8 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
         changes["promotion"] = {"model": name}
-    before = _flat(present)
-    new = {path: value for path, value in _flat(changes).items() if not (again and value == before.get(path))}
+    before = flatten(present)
+    new = {path: value for path, value in flatten(changes).items() if not (again and value == before.get(path))}
     if new:
         yaml_edit.update(changes, draft / PARAMS)
     return Filled(new, before, head)
@@ -177,7 +173,7 @@ def _own_data(params: Mapping[str, Any]) -> str | None:
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Fill columns and task that the wishes lack from params.yaml, if the workspace already has its own data."""
+    """Fill in columns and task from params.yaml if the workspace already has its own data."""
     if not _own_data(params):
         return wishes
     data = params["data"]
@@ -245,11 +241,3 @@ def _set_up(folder: Path) -> None:
     if not (folder / ".dvc").exists():
         worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
         (folder / ".dvc/config").write_text(_CONFIG)
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested sections to dotted name → value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat

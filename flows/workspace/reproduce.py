@@ -24,8 +24,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from flows.engine import cached_objects, dvc_transport, locks, orphaned_processes, stage_processes, stages
+from flows.engine.lock_file import LOCK, digests
 from flows.workspace import worktrees
-from flows.workspace.worktrees import CARRIED, LOCK, WORKSPACES, WorkspaceError
+from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
 
@@ -55,18 +56,16 @@ class LockedStage:
     @property
     def outs(self) -> dict[str, str]:
         """Path → digest of the stage's outputs."""
-        return _digests(self.entries[self.stage], "outs")
+        return digests(self.entries[self.stage], "outs")
 
 
 @dataclass(frozen=True)
 class ComparedFile:
-    """A restored file and its digests."""
+    """A restored file, its digest in the record and its digest now; None where it does not exist."""
 
     path: str
     recorded: str | None
-    """Digest in the record; None if the record does not have the file."""
     now: str | None
-    """Digest of the restored file; None if it does not exist."""
 
     @property
     def same(self) -> bool:
@@ -132,10 +131,6 @@ def _entries(text: str, revision: str) -> dict[str, Any]:
         raise CannotReproduce(f"dvc.lock of {revision} cannot be read: {error}") from error
 
 
-def _digests(entry: Mapping[str, Any], part: str) -> dict[str, str]:
-    return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
-
-
 def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     """Restore a stage's outputs in a worktree: fetch them from the cache or the remote, or else run the stage again.
 
@@ -187,7 +182,7 @@ def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
-            dvc_transport.fetch_outputs(_digests(wanted.entries[name], "outs").values())
+            dvc_transport.fetch_outputs(digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
     # --no-commit, since a differing result in the cache would later be restored instead of the recorded one.
@@ -234,7 +229,7 @@ def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
     """Add outputs to the cache that it had lost and that were made again with the recorded bytes."""
     with locks.repository() as repo:
         for name in _chain(wanted):
-            for out, digest in _digests(wanted.entries[name], "outs").items():
+            for out, digest in digests(wanted.entries[name], "outs").items():
                 made = wanted.folder / out
                 if cached_objects.missing(cache, digest) and made.exists():
                     cached_objects.add(repo, made, digest)
@@ -250,12 +245,12 @@ def _reasons(wanted: LockedStage) -> list[str]:
 
 
 def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    before, after = _digests(then, "deps"), _digests(now, "deps")
+    before, after = digests(then, "deps"), digests(now, "deps")
     differing = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
     differing += [part for part in ("cmd", "params") if then.get(part) != now.get(part)]
     if differing:
         return f"{name} read what differs from the record: {', '.join(differing)}"
-    same = _digests(then, "outs") == _digests(now, "outs")
+    same = digests(then, "outs") == digests(now, "outs")
     return "" if same else f"{name} wrote other bytes from the same inputs"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.engine import cached_objects, dvc_transport
+from flows.engine.lock_file import LOCK
 from tasks.artifacts.errors import EckartError
 from tasks.config.schema import PARAMS
 
@@ -26,7 +27,6 @@ CARRIED = (Path("data/raw"), Path("models/base"))
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
 """Files and folders that a workspace takes from the commit, so uncommitted edits of them would not be used."""
 
-LOCK = Path("dvc.lock")
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Environment variables set in a git hook. With them, every git command would work on the main workspace."""
 
@@ -100,20 +100,16 @@ def check_out(folder: Path, revision: str) -> None:
     """
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
-        _check_own(folder)
+        # If the folder is no worktree, git finds the main workspace above it and would change that.
+        where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
+        if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
+            raise WorkspaceError(
+                f"{folder} is not a worktree of this repository: remove it, or try `git worktree repair {folder}`"
+            )
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(Path(), "worktree", "add", "--force", "--detach", str(folder), commit)
     dvc_transport.share_settings(folder)
-
-
-def _check_own(folder: Path) -> None:
-    # If the folder is no worktree, git finds the main workspace above it and would change that.
-    where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
-        raise WorkspaceError(
-            f"{folder} is not a worktree of this repository: remove it, or try `git worktree repair {folder}`"
-        )
 
 
 def carry(source: Path, target: Path) -> None:
