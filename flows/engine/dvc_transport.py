@@ -93,7 +93,7 @@ def accept(order: Order) -> Planned:
             if file.exists():
                 _pulled(repo, load_file(repo, str(file)).stage)
         if absent := [str(dep) for dep in stage.deps if not dep.exists]:
-            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
+            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: track it (`dvc add`, `dvc push`) or copy it")
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
@@ -112,7 +112,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
         for name in names:
             for objects in stages[name].get_used_objs(push=True).values():
                 if repo.cloud.push(objects).failed:
-                    raise TransportFailed("the DVC remote does not take it")
+                    raise TransportFailed("the DVC remote refused it")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 
 
@@ -288,7 +288,7 @@ def _pull(repo: Repo, out: Output, force: bool = True) -> None:
 def _refuse_damaged() -> None:
     if lock_file.is_damaged():
         raise TransportFailed(
-            "dvc.lock was cut off: `git checkout dvc.lock` brings it back, or `eckart run`, from the cache"
+            "dvc.lock was cut off: restore it with `git checkout dvc.lock`, or from the cache with `eckart run`"
         )
 
 

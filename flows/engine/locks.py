@@ -154,7 +154,8 @@ def _wait_for(acquire: Callable[[], object]) -> None:
             return
         except (LockError, BlockingIOError) as error:
             if not warned:
-                log.warning("waiting: %s", error if isinstance(error, LockError) else "the machine is another flow's")
+                cause = error if isinstance(error, LockError) else "other stages run on this machine"
+                log.warning("waiting: %s", cause)
                 warned = True
         if stage_processes.flow_has_ended():
             raise CommandFailed("not begun, since the flow has ended")

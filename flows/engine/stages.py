@@ -411,13 +411,13 @@ def _note_input(stage: Stage) -> None:
     if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:
-        raise WorkspaceUnusable(f"{', '.join(missing)} is in DVC and not here: run `eckart pull`")
+        raise WorkspaceUnusable(f"{', '.join(missing)} is tracked by DVC and not here: run `eckart pull`")
     with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
             stage.save()
             stage.commit()
             stage.dump()
-            log.warning("%s is not what %s said; noted: commit that file", stage.outs[0], stage.relpath)
+            log.warning("%s has changed, and %s was updated: commit that file", stage.outs[0], stage.relpath)
 
 
 def cache_dir() -> Path:

@@ -118,11 +118,11 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
     for path in (PARAMS, *installation.derived(), Path(".dvc")):
         if not again and (folder / path).exists():
             raise InitError(
-                f"{folder} has {path} already: if it is a workspace, `eckart init {folder} --again` with what is to be "
-                "otherwise amends it; if not, name another folder"
+                f"{folder} has {path} already: to change a workspace, run `eckart init {folder} --again` with the new "
+                "values; to make one, name another folder"
             )
         if again and not (folder / path).exists():
-            raise InitError(f"{folder} has no {path}: it is no workspace that could be amended; leave out --again")
+            raise InitError(f"{folder} has no {path}, so it is no workspace: leave out --again to make one")
     if wishes.data and not wishes.data.exists():
         raise InitError(f"--data {wishes.data} does not exist")
     if wishes.base and not Path(wishes.base).exists() and wishes.base.startswith((".", "/", "~")):
@@ -152,7 +152,7 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
             )
         changes |= decided
     elif wishes.text or wishes.text_pair or wishes.label or wishes.task:
-        raise InitError("--text, --text-pair, --label and --task are about data of your own: name them, --data")
+        raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
     if again:
         changes = _amending(changes, wishes, present, default)
     elif changes:
@@ -212,7 +212,7 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
     path = place / source.resolve().name
     if (folder / path).exists():
         if cached_objects.measured(source) != cached_objects.measured(folder / path):
-            raise InitError(f"{folder / path} is there already, and is not {source}: rename one of them")
+            raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")
     elif source.is_dir():
         shutil.copytree(source, draft / path)
     else:
