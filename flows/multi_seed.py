@@ -6,8 +6,6 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +30,7 @@ def folder_of(study: StudyFile, seed: int) -> Path:
 
 
 def check_committed(study: StudyFile) -> None:
-    """Check that the code and the study's file are committed, since workspaces of seeds are made from the commit.
-
-    Raises:
-        WorkspaceError: files are edited or new. The message names them.
-    """
+    """Raise a WorkspaceError unless the code and the study's file are committed, as workspaces are made from that."""
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
     if not worktrees.git(Path(), "ls-files", "--", file):  # git ignores it, so `edited` does not find it
@@ -66,11 +60,7 @@ def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, st
 
 
 def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
-    """Run the trials of the study, and return the study with the best variant of each recipe.
-
-    Raises:
-        WorkspaceError: the trials could not run, or failed.
-    """
+    """Run the trials of the study, and return the study with the best variant of each recipe."""
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
@@ -80,11 +70,7 @@ def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:
-    """Run `eckart run` in the workspace of a seed, and return whether it succeeded.
-
-    Raises:
-        WorkspaceError: the workspace cannot be made, or is in use.
-    """
+    """Run `eckart run` in the workspace of a seed, and return whether it succeeded."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.held(folder) as lock:
@@ -98,22 +84,15 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
             pass_fds=[lock.fileno()],
             preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
         )
-        with _ending(process):
-            return process.wait() == 0
-
-
-@contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """End the process of the study when this process is told to end. Ctrl-C reaches both processes anyway."""
-    with terminable(), process:
-        try:
-            yield process
-        except SystemExit:
-            process.terminate()
-            raise
-        except KeyboardInterrupt:
-            process.wait()  # let it clean up
-            raise
+        with terminable(), process:
+            try:
+                return process.wait() == 0
+            except SystemExit:
+                process.terminate()
+                raise
+            except KeyboardInterrupt:  # Ctrl-C reaches that process, too
+                process.wait()  # let it clean up
+                raise
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
@@ -131,10 +110,7 @@ def prepare(study: StudyFile, seed: int) -> Path:
 
 
 def _tracking(experiment: str) -> str:
-    """Return MLflow's address: that of the main workspace, unless the environment names another.
-
-    In a local database, the experiment is made first.
-    """
+    """Return MLflow's address for a seed; in the main workspace's own database, make the experiment first."""
     from flows.tracking import database
 
     if not database.is_local():

@@ -45,13 +45,7 @@ def require() -> None:
 
 @contextmanager
 def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -> Iterator[Workers]:
-    """Connect to a Dask scheduler, and yield its workers, which can then run stages.
-
-    Args:
-        planned: all stages of the study.
-        scheduler: address of the scheduler.
-        timeout: seconds that a stage may take; None for no limit.
-    """
+    """Connect to the Dask scheduler at an address, and yield its workers, which can then run the planned stages."""
     require()
     dvc_transport.check_remote()
     from distributed import Client
@@ -81,30 +75,20 @@ class Workers:
     def execute(self, planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
         """Run a stage on a worker and fetch its outputs; if no other workspace can have its inputs, run it here.
 
-        Args:
-            command: the stage's command, used only if the stage runs here.
-            log: called with each line that the stage prints.
-
         Returns:
             The outcome on the worker, or the seconds that the stage took here.
-
-        Raises:
-            EckartError, OSError: the stage failed, or its inputs or outputs could not be transported.
         """
         if _gathers(planned, self._planned):
             return stages.execute_here(planned, command, log, self._timeout)
-        self._publish(planned.upstream)
+        with self._publishing:
+            if missing := [name for name in planned.upstream if name not in self._published]:
+                dvc_transport.publish(missing)
+                self._published.update(missing)
         order = dvc_transport.order(planned)
         outcome, entry = self._run(order, log)
         dvc_transport.fetch(order, entry)
         self._published.add(planned.name)
         return outcome
-
-    def _publish(self, names: Sequence[str]) -> None:
-        with self._publishing:
-            if missing := [name for name in names if name not in self._published]:
-                dvc_transport.publish(missing)
-                self._published.update(missing)
 
     def _run(self, order: Order, log: Callable[[str], None]) -> tuple[Outcome, Entry]:
         """Run an ordered stage on a worker, and return its result.
@@ -122,7 +106,13 @@ class Workers:
                     Path(path).parent.mkdir(parents=True, exist_ok=True)
                     Path(path).write_text(points)
                 log(line)
-            return _result(future)
+            try:
+                result = future.result()
+            except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
+                raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+            if isinstance(result, Exception):
+                raise result
+            return result
         finally:
             future.release()  # else Dask would run the stage again when its worker ends
             del self._heard[key]
@@ -143,16 +133,6 @@ class Workers:
         heard = self._heard.get(key)
         if heard is not None:  # else the stage belongs to another flow, or has ended
             heard.put((line, curves))
-
-
-def _result(future: Future) -> tuple[Outcome, Entry]:
-    try:
-        result = future.result()
-    except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
-        raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def _gathers(stage: Planned, planned: Mapping[str, Planned]) -> bool:

@@ -30,9 +30,6 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
     """Run an ordered stage in this worker's workspace, push its outputs, and return (outcome, entry in dvc.lock).
 
     If the stage fails, the error is returned and not raised, since Dask would print its traceback.
-
-    Args:
-        timeout: seconds that the stage may take; None for no limit.
     """
     from distributed import get_worker  # slow, and an optional extra
 
@@ -55,23 +52,18 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages for a scheduler until it ends or this process is told to end.
-
-    Args:
-        scheduler: its address.
-        side_by_side: largest number of stages that run at the same time.
-    """
+    """Run stages for the scheduler at an address until it ends or this process is told to end."""
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
-    asyncio.run(_work_and_end(scheduler, side_by_side))
 
+    async def work_and_end() -> None:
+        with stage_processes.reaping():
+            await _work(scheduler, side_by_side)
+        # Exit at once instead of returning: unfinished work of Dask could keep the process alive for ever, and the
+        # thread of a stage that was just killed would report the stage as failed.
+        os._exit(0)
 
-async def _work_and_end(scheduler: str, side_by_side: int) -> None:
-    with stage_processes.reaping():
-        await _work(scheduler, side_by_side)
-    # Exit at once instead of returning: unfinished work of Dask could keep the process alive for ever, and the thread
-    # of a stage that was just killed would report the stage as failed.
-    os._exit(0)
+    asyncio.run(work_and_end())
 
 
 async def _work(scheduler: str, side_by_side: int) -> None:

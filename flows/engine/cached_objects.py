@@ -63,11 +63,7 @@ def missing(cache_dir: Path, digest: str) -> set[str]:
 
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
-    """Copy an output from the cache to `target`, which is replaced. The cache must have all objects of the output.
-
-    Raises:
-        FileNotFoundError: an object is missing.
-    """
+    """Copy an output from the cache to `target`, which is replaced. The cache must have all objects of the output."""
     if (listed := files(cache_dir, digest)) is None:
         raise FileNotFoundError(f"the cache has no list of the files of {digest}")
     remove(target)
@@ -97,9 +93,9 @@ def remove(path: Path) -> None:
 
 
 def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
-    """Return the files of an output in the cache, as path within the output → digest.
+    """Return path → digest of an output's files in the cache; a file itself has the path "".
 
-    An output that is a file has the path "". The result is None if a folder's list of files is missing or corrupt.
+    The result is None if a folder's list of files is missing or corrupt.
     """
     if not digest.endswith(_FOLDER):
         return {"": digest}

@@ -1,8 +1,7 @@
 """Exchange stages, their results and DVC's settings between workspaces; bytes go through the DVC remote.
 
 A stage is sent to another workspace as an `Order`, and its result comes back as the stage's entry in dvc.lock. Both
-hold digests only. This module uses these internals of DVC: load_file, StageLoader.fill_from_lock, Output.checkout,
-cloud.push/pull, stage_cache and Config.
+hold digests only.
 """
 
 from __future__ import annotations
@@ -29,14 +28,7 @@ from dvc_data.hashfile.hash_info import HashInfo
 
 from flows.engine import cached_objects, lock_file
 from flows.engine.locks import bookkeeping, repository
-from flows.engine.stages import (
-    Planned,
-    StageChanged,
-    definition_of,
-    noted_digests,
-    resolve_parameters,
-    restore,
-)
+from flows.engine.stages import Planned, StageChanged, definition_of, noted_digests, resolve_parameters, restore
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 from tasks.runtime.code_digests import CodeChanged, check_stage
@@ -70,7 +62,7 @@ class Order:
 
 
 def order(planned: Planned) -> Order:
-    """Return the order to run a stage in another workspace with this workspace's inputs. All inputs must exist here."""
+    """Return the order to run a stage in another workspace with this workspace's inputs, all of which must exist."""
     with repository() as repo, bookkeeping(repo):
         stages = _stages(repo)
         stage = stages[planned.name]
@@ -97,9 +89,11 @@ def accept(order: Order) -> Planned:
             for out in before.outs:
                 if any(Path(dep.fs_path).is_relative_to(out.fs_path) for dep in stage.deps):
                     _pull(repo, out)
-        _pull_inputs(repo, stage)
+        for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):  # data and base models
+            if file.exists():
+                _pulled(repo, load_file(repo, str(file)).stage)
         if absent := [str(dep) for dep in stage.deps if not dep.exists]:
-            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
+            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: track it (`dvc add`, `dvc push`) or copy it")
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
@@ -118,15 +112,12 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
         for name in names:
             for objects in stages[name].get_used_objs(push=True).values():
                 if repo.cloud.push(objects).failed:
-                    raise TransportFailed("the DVC remote does not take it")
+                    raise TransportFailed("the DVC remote refused it")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 
 
 def fetch(order: Order, entry: Entry) -> None:
     """Pull the outputs that another workspace made for the order. `stages.run` of the caller records them.
-
-    Args:
-        entry: the stage's entry in dvc.lock of the other workspace.
 
     Raises:
         StageChanged: the stage or an input changed here since it was ordered.
@@ -158,7 +149,7 @@ def push() -> set[str]:
     `dvc push --run-cache` does not copy objects that only the run cache names: results of earlier parameters.
 
     Returns:
-        Digests of objects that the run cache names, but that the remote does not have after the push.
+        Digests of objects that the run cache names, but that the remote lacks after the push.
     """
     with _transport("pushing") as repo:
         _refuse_damaged()
@@ -268,7 +259,11 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
         return True
     try:
         if not stage.cmd:
-            return _pulled_input(repo, stage)
+            for objects in stage.get_used_objs().values():
+                repo.cloud.pull(objects)
+            if stage.outs_cached():
+                stage.checkout()
+            return not stage.changed()
         if all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=True):
             return True
         if not all(out.hash_info for out in stage.outs):  # dvc.lock does not know it
@@ -283,27 +278,8 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
     return True
 
 
-def _pull_inputs(repo: Repo, stage: Stage) -> None:
-    """Bring those inputs of a stage up to date that have .dvc files: data and base models."""
-    for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):
-        if file.exists():
-            _pulled(repo, load_file(repo, str(file)).stage)
-
-
-def _pulled_input(repo: Repo, stage: Stage) -> bool:
-    for objects in stage.get_used_objs().values():
-        repo.cloud.pull(objects)
-    if stage.outs_cached():
-        stage.checkout()
-    return not stage.changed()
-
-
 def _pull(repo: Repo, out: Output, force: bool = True) -> None:
-    """Fetch an output, check its digests and put it into the workspace.
-
-    Args:
-        force: whether to overwrite files in the workspace that are in no cache.
-    """
+    """Fetch an output and put it into the workspace; `force`: also in place of files that are in no cache."""
     if not _fetch(repo, [str(out.hash_info.value)]):
         raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
     out.checkout(force=force)
@@ -312,7 +288,7 @@ def _pull(repo: Repo, out: Output, force: bool = True) -> None:
 def _refuse_damaged() -> None:
     if lock_file.is_damaged():
         raise TransportFailed(
-            "dvc.lock was cut off: `git checkout dvc.lock` brings it back, or `eckart run`, from the cache"
+            "dvc.lock was cut off: restore it with `git checkout dvc.lock`, or from the cache with `eckart run`"
         )
 
 
@@ -334,11 +310,7 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """Yield DVC's repository of the workspace, and turn errors of the remote into TransportFailed.
-
-    Args:
-        what: beginning of the error message: the attempted action.
-    """
+    """Yield DVC's repository, and turn errors of the remote into TransportFailed, which begins with `what` failed."""
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo

@@ -18,7 +18,8 @@ from flows.engine import supervisor
 def become(command: str, words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
     """Fork a child that runs a stage's module in `root`, and turn this process into the child's supervisor.
 
-    Both processes end when the process of the flow ends.
+    Both end when the flow ends. The supervisor becomes a program of its own: it is small, and other processes can read
+    its environment, while for a fork the system shows the server's environment.
 
     Args:
         command: the stage's command, only to be shown in lists of processes.
@@ -32,19 +33,11 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
     writer.close()
     os.environ.update(env)
     if child := supervisor.fork():
-        _supervise(command, child)
+        flow = multiprocessing.parent_process()
+        assert flow
+        os.set_inheritable(flow.sentinel, True)
+        os.execv(sys.executable, [sys.executable, "-P", supervisor.__file__, str(flow.sentinel), command, str(child)])
     be_module(words, root)
-
-
-def _supervise(command: str, child: int) -> None:
-    """Replace this process with the program supervisor.py.
-
-    It is small, and other processes can read its environment. For a fork, the system shows the server's environment.
-    """
-    flow = multiprocessing.parent_process()
-    assert flow
-    os.set_inheritable(flow.sentinel, True)
-    os.execv(sys.executable, [sys.executable, "-P", supervisor.__file__, str(flow.sentinel), command, str(child)])
 
 
 def be_module(words: list[str], root: str) -> None:

@@ -14,28 +14,26 @@ _PATIENCE = 600.0  # seconds
 def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
     """Yield a function that must be called whenever the stage prints.
 
-    Args:
-        tell: called in another thread with the seconds of silence, first at `patience`, then each time they double.
-        patience: in seconds.
+    Another thread calls `tell` with the seconds of silence, first at `patience`, then each time they double.
     """
     heard: SimpleQueue[bool] = SimpleQueue()
-    thread = threading.Thread(target=_listen, args=(heard, tell, patience), daemon=True)
+
+    def listen() -> None:
+        silent = 0.0
+        while True:
+            wait = max(silent, patience)
+            try:
+                if not heard.get(timeout=wait):
+                    return
+                silent = 0.0
+            except Empty:
+                silent += wait
+                tell(silent)
+
+    thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     try:
         yield lambda: heard.put(True)
     finally:
         heard.put(False)
         thread.join()
-
-
-def _listen(heard: SimpleQueue[bool], tell: Callable[[float], None], patience: float) -> None:
-    silent = 0.0
-    while True:
-        wait = max(silent, patience)
-        try:
-            if not heard.get(timeout=wait):
-                return
-            silent = 0.0
-        except Empty:
-            silent += wait
-            tell(silent)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
@@ -22,7 +22,7 @@ from voluptuous import Invalid
 
 log = logging.getLogger(__name__)
 
-_LOCK = Path("dvc.lock")
+LOCK = Path("dvc.lock")
 _HEAD = "schema: '2.0'\nstages:\n"
 _ENTRIES = re.compile(r"(?:  .*\n|\n)*")
 _ANCHOR = re.compile(r"[&*]id\d{3}")  # YAML's marks of repeated values, numbered throughout the file
@@ -43,10 +43,15 @@ def write(stage: PipelineStage) -> None:
     if not usual or _ANCHOR.search(before + entry):
         stage.dump(update_pipeline=False)
         return
-    after, found = lines.subn(lambda _: entry, before)
+    after, replaced = lines.subn(lambda _: entry, before)
     new = file.with_name(f"{file.name}.new")  # not in .dvc/tmp, which may be on another disk
-    new.write_text(after if found else before + entry, "utf-8")
+    new.write_text(after if replaced else before + entry, "utf-8")
     new.replace(file)
+
+
+def digests(entry: Mapping[str, Any], part: Literal["deps", "outs"]) -> dict[str, str]:
+    """Return path → digest of what a stage read or wrote, as its entry records it."""
+    return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
 
 
 def heal(repo: Repo) -> None:
@@ -55,8 +60,7 @@ def heal(repo: Repo) -> None:
     The results that dvc.lock named are found again with the run cache.
     """
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
-    checks = {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}
-    for path, check in checks.items():
+    for path, check in {LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
         if _fails(path, check):
             aside = path.with_name(f"{path.name}.damaged")
             path.replace(aside)
@@ -68,7 +72,7 @@ def is_damaged() -> bool:
 
     A file that was cut off between two lines is not damaged: the stages that it lacks are just not up to date.
     """
-    return _fails(_LOCK, _check)
+    return _fails(LOCK, _check)
 
 
 def _check(text: str) -> None:

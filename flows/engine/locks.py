@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -65,8 +65,8 @@ def repository() -> Iterator[Repo]:
 def _cause(error: Exception) -> str:
     """Return the message of a DVC error and of its cause, which says at which place of a file the mistake is."""
     errors = (error, getattr(error, "exc", None) or error.__cause__)
-    said = [" ".join(str(part).split()) for part in errors if part]
-    return said[0] if said[-1] in said[0] else ": ".join(said)
+    messages = [" ".join(str(part).split()) for part in errors if part]
+    return messages[0] if messages[-1] in messages[0] else ": ".join(messages)
 
 
 @contextmanager
@@ -78,22 +78,15 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def workspace(repo: Repo) -> Iterator[None]:
-    """Lock the whole workspace, so that no stage in it can begin.
-
-    Raises:
-        LockError: a stage runs.
-    """
-    with bookkeeping(repo), _rwlock(repo, write=[repo.root_dir]):
+    """Lock the whole workspace, so that no stage in it can begin; raise a LockError if one runs."""
+    with bookkeeping(repo), ExitStack() as locks:
+        _enter(repo, locks, write=[repo.root_dir])
         yield
 
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Wait for and hold the lock on the machine, which all flows of this user share.
-
-    Args:
-        alone: whether no other stage may run on the machine while the block runs.
-    """
+    """Wait for and hold the lock on the machine, which all flows of this user share; `alone`: no other stage may."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
@@ -108,9 +101,19 @@ def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterato
             _wait_for(partial(_read_locks.acquire, repo, path))
             stack.callback(_read_locks.release, repo, path)
         written = ExitStack()
-        _wait_for(lambda: _enter(repo, written, _rwlock(repo, write=writes)))
+        _wait_for(partial(_enter, repo, written, write=writes))
         stack.callback(_close, repo, written)
         yield
+
+
+def _enter(repo: Repo, locks: ExitStack, read: Sequence[str] = (), write: Sequence[str] = ()) -> None:
+    with bookkeeping(repo):  # DVC's file of locks is only edited under this lock
+        locks.enter_context(rwlock(repo.tmp_dir, repo.fs, " ".join(sys.argv), list(read), list(write), False))
+
+
+def _close(repo: Repo, locks: ExitStack) -> None:
+    with bookkeeping(repo):
+        locks.close()
 
 
 class _ReadLocks:
@@ -128,7 +131,7 @@ class _ReadLocks:
         with bookkeeping(repo):
             if path not in self._held:
                 held = ExitStack()
-                held.enter_context(_rwlock(repo, read=[path]))
+                _enter(repo, held, read=[path])
                 self._held[path] = held
             self._readers[path] += 1
 
@@ -142,35 +145,18 @@ class _ReadLocks:
 _read_locks = _ReadLocks()
 
 
-def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> AbstractContextManager[None]:
-    return rwlock(repo.tmp_dir, repo.fs, " ".join(sys.argv), list(read), list(write), False)
-
-
 def _wait_for(acquire: Callable[[], object]) -> None:
-    """Call `acquire` again and again until no other process holds the lock that it asks for.
-
-    Raises:
-        CommandFailed: the flow has ended meanwhile.
-    """
-    said = False
+    """Call `acquire` again and again until no other process holds the lock that it asks for."""
+    warned = False
     while True:
         try:
             acquire()
             return
         except (LockError, BlockingIOError) as error:
-            if not said:
-                log.warning("waiting: %s", error if isinstance(error, LockError) else "the machine is another flow's")
-                said = True
+            if not warned:
+                cause = error if isinstance(error, LockError) else "other stages run on this machine"
+                log.warning("waiting: %s", cause)
+                warned = True
         if stage_processes.flow_has_ended():
             raise CommandFailed("not begun, since the flow has ended")
         time.sleep(_POLL)
-
-
-def _enter(repo: Repo, locks: ExitStack, lock: AbstractContextManager[None]) -> None:
-    with bookkeeping(repo):  # DVC's file of locks is only edited under this lock
-        locks.enter_context(lock)
-
-
-def _close(repo: Repo, locks: ExitStack) -> None:
-    with bookkeeping(repo):
-        locks.close()

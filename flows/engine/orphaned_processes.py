@@ -25,16 +25,11 @@ class StillRuns(EckartError):
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Raise StillRuns if processes of an earlier run in the workspace `root` do not end within a few seconds.
-
-    Args:
-        stage: None for the processes of all stages.
-    """
+    """Raise StillRuns if processes of a stage, or of any, of an earlier run in `root` do not end within seconds."""
     if left := _outlast(root, stage, lambda process: None):
-        numbers = " ".join(map(str, left))
         raise StillRuns(
             f"an earlier run of {stage or 'a stage'} was cut off, and its processes still write in {root}: "
-            f"wait until they end, or `kill {numbers}`; then run again"
+            f"wait until they end, or `kill {' '.join(map(str, left))}`; then run again"
         )
 
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from flows.engine.stages import Planned
 
 
-_SCHEDULER = "ECKART_SCHEDULER"
-"""Environment variable with the address of Dask's scheduler. The address is no parameter of a flow."""
+_SCHEDULER = "ECKART_SCHEDULER"  # the address is no parameter of a flow
 
 
 class OptionsError(EckartError):
@@ -40,12 +39,9 @@ class Options:
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages that may run at the same time: `workers`, or else as many as the cores allow.
+        """Return the number of stages, of so many CPU threads each, that may run at the same time.
 
-        If there is a GPU, the default is 1, since stages would share it.
-
-        Args:
-            threads: number of CPU threads of each stage.
+        It is `workers`, or else as many as the cores allow, or 1 if there is a GPU, which stages would share.
         """
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
@@ -55,7 +51,7 @@ class Options:
 
     @classmethod
     def of_flow(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
-        """Return the options of a flow from its parameters and, for the scheduler, the environment."""
+        """Return the options from a flow's parameters; the scheduler's address comes from the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)
 

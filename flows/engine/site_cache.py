@@ -25,10 +25,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOP
 
 
 def choose() -> None:
-    """Choose the folder of DVC's databases for this process and all that it starts, unless the user has chosen one.
-
-    The folder is set in the environment variable `VARIABLE`.
-    """
+    """Choose the folder of DVC's databases for this process and its children, unless the user has set `VARIABLE`."""
     if VARIABLE in os.environ:
         return
     folder = FOLDER  # not in the home folder: on a network drive, databases are slow or fail

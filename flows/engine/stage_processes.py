@@ -38,17 +38,8 @@ _PRELOAD = [
     "safetensors.torch",
 ]
 
-_BEGINNINGS = ("python -m tasks.", "eckart stage ")
-"""Beginnings of stages' commands: in a clone of the repository, and in a workspace without code."""
-
-_LONGEST = 60
-"""Largest length in bytes of the path of a folder for sockets.
-
-The system allows a socket's path 107 bytes, and the name in the folder takes up to 40 of them.
-"""
-
-_SHORT_OF_MEMORY = ", as the system does where memory is short: run fewer stages at a time, or with smaller batches"
-
+_BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of stages' commands: in a clone, in a workspace without code
+_LONGEST = 60  # bytes of a folder's path for sockets: of the 107 for a socket's path, its name takes up to 40
 _PATIENCE = 10  # seconds to wait for the last lines of a stage that has ended
 
 _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
@@ -153,10 +144,12 @@ def flow_has_ended() -> bool:
 
 def _ending(code: int) -> str:
     number = -code if code < 0 else code - 128
-    if number not in signal.valid_signals():
-        return f"ended with code {code}"
-    name = signal.Signals(number).name
-    return f"killed by {name}{_SHORT_OF_MEMORY if name == 'SIGKILL' else ''}"
+    if number == signal.SIGKILL:
+        return (
+            "killed by SIGKILL, as the system does where memory is short: run fewer stages at a time, or with smaller "
+            "batches"
+        )
+    return f"killed by {signal.Signals(number).name}" if number in signal.valid_signals() else f"ended with code {code}"
 
 
 @contextmanager

@@ -40,23 +40,15 @@ _SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
-    """Store the result of a computation; if that fails (full disk), do nothing.
-
-    Args:
-        computation: digest of the computation.
-    """
+    """Store the result of the computation with this digest; if that fails (full disk), do nothing."""
     path = _path(cache_dir, computation)
     with suppress(OSError):  # the stage itself has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_COMPUTED.dump_json(computed))
 
 
-def known(cache_dir: Path, computation: str) -> Computed | None:
-    """Load the stored result of a computation; None if there is none or it is unreadable. Unknown fields are ignored.
-
-    Args:
-        computation: digest of the computation.
-    """
+def load(cache_dir: Path, computation: str) -> Computed | None:
+    """Load the result of the computation with this digest; None if there is none or it is unreadable."""
     try:
         return _COMPUTED.validate_json(_path(cache_dir, computation).read_bytes())
     except (OSError, ValueError):

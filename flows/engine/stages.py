@@ -1,9 +1,7 @@
 """Plan the stages of dvc.yaml and run one of them, like `dvc repro -s`, but several can run at the same time.
 
-DVC decides which stages are stale. Only this folder and reproduce.py use DVC's internals: here Stage.changed,
-remove_outs, save and commit, stage_cache.restore and to_single_stage_lockfile. Some of them take paths relative to the
-working directory, so this must be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with
-the `dvc` command line.
+DVC decides which stages are stale. Some of DVC's internals take paths relative to the working directory, so this must
+be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with the `dvc` command line.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import networkx
-from dvc.dependency import ParamsDependency
+from dvc.dependency import Dependency, ParamsDependency
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
@@ -98,8 +96,7 @@ def plan() -> list[Planned]:
     """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
 
     Stages are sorted by their depth in the graph of dependencies, so that all searches, which may be long, come before
-    the stages that depend on any search. The stage `resolve` is run first if it is stale. All stages are checked here
-    at once, because reading dvc.lock again for each would take a minute.
+    the stages that depend on any search. All are checked at once: reading dvc.lock for each would take a minute.
     """
     check_workspace()
     resolve_parameters()
@@ -138,16 +135,15 @@ def resolve_parameters() -> None:
         if _up_to_date(stage):
             return
         planned = _planned(stage)
-    said: list[str] = []
+    lines: list[str] = []
     try:
         with stage_processes.reaping():
-            run(planned, partial(execute_here, planned, log=said.append, timeout=None))
+            run(planned, partial(execute_here, planned, log=lines.append, timeout=None))
     except CommandFailed as failure:
-        raise WorkspaceUnusable("\n".join(said) or str(failure)) from failure
+        raise WorkspaceUnusable("\n".join(lines) or str(failure)) from failure
 
 
 def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
-    """Return the plan for a stage, without its twin and its result."""
     return Planned(
         name=stage.name,
         upstream=upstream,
@@ -196,7 +192,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        done = _executed(stage, execute) if status == "Executed" else 0.0
+        executed = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -208,13 +204,13 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 lock_file.write(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
-                seconds = done.seconds if isinstance(done, Outcome) else done
+                seconds = executed.seconds if isinstance(executed, Outcome) else executed
                 stage_results.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
             here = _outcome(stage, status, definition)
-    if not isinstance(done, Outcome):
+    if not isinstance(executed, Outcome):
         return here
     # "Cached" in the other workspace: the stage ran there for an earlier run, which was cut off.
-    return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
+    return replace(here, status="Executed" if executed.status == "Executed" else "Restored", place=executed.place)
 
 
 def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -> Outcome | float:
@@ -233,15 +229,7 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took.
-
-    Args:
-        log: called with each line that the command prints.
-        timeout: in seconds; None for no limit.
-
-    Raises:
-        CommandFailed: the message is the last line that was printed, which says the cause.
-    """
+    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took."""
     root = Path.cwd()
     with machine(planned.alone):
         return stage_processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
@@ -269,15 +257,11 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
-    """Check out the outputs of a stage that did the same computation for another recipe, if the cache has them.
-
-    Returns:
-        Whether this succeeded.
-    """
-    known = stage_results.known(_cache(stage), _computation(stage, definition))
-    if not known or len(known.outs) != len(stage.outs):
+    """Check out the outputs of the same computation for another recipe, and return whether the cache has them."""
+    computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    if not computed or len(computed.outs) != len(stage.outs):
         return False
-    for out, (digest, meta) in zip(stage.outs, known.outs, strict=True):
+    for out, (digest, meta) in zip(stage.outs, computed.outs, strict=True):
         out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None
     if any(out.changed_cache() for out in stage.outs):
         return False
@@ -300,20 +284,14 @@ def _nameless(name: str, definition: str) -> str:
         f'"recipes": {{"{recipe}": ': '"recipes": {"*": ',
         f'"code": {{"{stage}": {{"{recipe}": ': f'"code": {{"{stage}": {{"*": ',
     }
-    return reduce(lambda done, pair: done.replace(*pair), named.items(), definition)
+    return reduce(lambda text, pair: text.replace(*pair), named.items(), definition)
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
     """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, unless they are corrupt.
 
     Call it only once for a loaded stage. DVC takes the outputs of dvc.lock if the inputs saved in `stage` equal the
-    present ones, and this call saves the present ones.
-
-    Args:
-        pull: whether to fetch from the remote, too.
-
-    Returns:
-        Whether the outputs were found and are not corrupt.
+    present ones, and this call saves the present ones. `pull`: from the remote, too.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -332,15 +310,15 @@ def _is_whole(stage: PipelineStage) -> bool:
 
 def _discard_corrupt(stage: PipelineStage) -> bool:
     """Remove the corrupt objects of a stage's outputs, and return whether there were any."""
-    return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
+    return bool(
+        cached_objects.discard_corrupt(
+            _cache(stage), lock_file.digests(to_single_stage_lockfile(stage), "outs").values()
+        )
+    )
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """Return the stage and its definition.
-
-    Raises:
-        StageChanged: the definition differs from the plan, so that the run would mix two studies.
-    """
+    """Return the stage and its definition; if this is not the planned one, the run would mix two studies."""
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
@@ -361,9 +339,7 @@ def _digest(definition: str) -> str:
 
 
 def _definition(stage: PipelineStage) -> str:
-    params = {
-        dep.def_path: dict(dep.read_params(flatten=False)) for dep in stage.deps if isinstance(dep, ParamsDependency)
-    }
+    params = {dep.def_path: dict(dep.read_params(flatten=False)) for dep in _params(stage)}
     paths = [[str(dep) for dep in stage.deps], [str(out) for out in stage.outs]]
     return json.dumps([stage.cmd, params, paths], sort_keys=True)
 
@@ -383,18 +359,22 @@ def check_workspace() -> None:
 def read_now() -> list[Reads]:
     """Return the present inputs of each stage. Missing dependencies are left out."""
     resolve_parameters()
+    reads = []
     with repository() as repo, bookkeeping(repo):
-        return [_reads(stage) for stage in repo.index.stages if stage.cmd]
+        for stage in (stage for stage in repo.index.stages if stage.cmd):
+            stage.save_deps(allow_missing=True)
+            files = {str(dep): str(dep.hash_info.value) for dep in _files(stage) if dep.exists}
+            params = {key: value for dep in _params(stage) for key, value in (dep.hash_info.value or {}).items()}
+            reads.append(Reads(files, params, {str(out): "" for out in stage.outs}))
+    return reads
 
 
-def _reads(stage: PipelineStage) -> Reads:
-    stage.save_deps(allow_missing=True)
-    params = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
-    return Reads(
-        deps={str(dep): str(dep.hash_info.value) for dep in stage.deps if dep not in params and dep.exists},
-        params={key: value for dep in params for key, value in (dep.hash_info.value or {}).items()},
-        outs={str(out): "" for out in stage.outs},
-    )
+def _files(stage: PipelineStage) -> list[Dependency]:
+    return [dep for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+
+
+def _params(stage: PipelineStage) -> list[ParamsDependency]:
+    return [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
@@ -409,23 +389,16 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     # From the stage and not from dvc.lock: DVC may be rewriting that file at this moment.
     entry = to_single_stage_lockfile(stage)
-    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+    deps, outs = lock_file.digests(entry, "deps"), lock_file.digests(entry, "outs")
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    known = stage_results.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, known.seconds if known else None, key, deps, params, _digests(entry))
-
-
-def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
-    return {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
+    computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, outs)
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Return a digest of the stage's computation, which is the same for all recipes that compute the same.
-
-    It is made from the definition without the recipe's name, and from the digests of the dependencies.
-    """
-    read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+    """Return a digest of the stage's computation, which is the same for all recipes that compute the same."""
+    read = [str(dep.hash_info.value) for dep in _files(stage)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
 
@@ -438,13 +411,13 @@ def _note_input(stage: Stage) -> None:
     if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:
-        raise WorkspaceUnusable(f"{', '.join(missing)} is in DVC and not here: run `eckart pull`")
+        raise WorkspaceUnusable(f"{', '.join(missing)} is tracked by DVC and not here: run `eckart pull`")
     with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
             stage.save()
             stage.commit()
             stage.dump()
-            log.warning("%s is not what %s said; noted: commit that file", stage.outs[0], stage.relpath)
+            log.warning("%s has changed, and %s was updated: commit that file", stage.outs[0], stage.relpath)
 
 
 def cache_dir() -> Path:

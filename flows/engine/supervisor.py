@@ -56,10 +56,16 @@ def _prctl(option: int, value: int) -> None:
 
 def _watch(stage: int, flow: int) -> NoReturn:
     """Wait for the stage and exit with its code; exit with 1 on SIGTERM or when the flow ends."""
+
+    def follow() -> None:
+        while os.read(flow, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
     signals = {signal.SIGTERM, signal.SIGCHLD}  # blocked, and read with sigwait, so that none interrupts `_end`
     signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait does not see ignored signals
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    threading.Thread(target=_follow, args=(flow,), daemon=True).start()
+    threading.Thread(target=follow, daemon=True).start()
     while (status := _status(stage)) is None:
         if signal.sigwait(signals) == signal.SIGTERM:
             _end(1)
@@ -73,12 +79,6 @@ def _status(stage: int) -> int | None:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, stage):
             return status if ended else None
-
-
-def _follow(flow: int) -> None:
-    while os.read(flow, 1024):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(code: int) -> NoReturn:
@@ -104,15 +104,11 @@ def _has_children() -> bool:
     return False
 
 
-def _shell(command: str) -> NoReturn:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals; a shell's commands should not
-        signal.signal(number, signal.SIG_DFL)
-    os.execl("/bin/sh", "sh", "-c", command)
-
-
 if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
     process = int(sys.argv[3]) if sys.argv[3:] else fork()
     if not process:
-        _shell(sys.argv[2])
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a shell's commands should not ignore them
+            signal.signal(ignored, signal.SIG_DFL)
+        os.execl("/bin/sh", "sh", "-c", sys.argv[2])
     _watch(process, int(sys.argv[1]))

@@ -10,11 +10,7 @@ from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
-    """Check params.yaml and return its typed sections, like `validation.check`.
-
-    Raises:
-        ParamsError: params.yaml has mistakes.
-    """
+    """Check params.yaml and return its typed sections, like `validation.check`."""
     if not validation.found_good(schema.read()):
         lines: list[str] = []
         try:

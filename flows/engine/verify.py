@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
-from flows.engine import cached_objects, dvc_transport, stages
-from flows.workspace.worktrees import LOCK
+from flows.engine import cached_objects, dvc_transport, lock_file, stages
+from flows.engine.lock_file import LOCK
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
@@ -43,7 +43,7 @@ class Entry:
     @property
     def outs(self) -> dict[str, str]:
         """Path → digest."""
-        return {out["path"]: out.get("md5", "") for out in self.content.get("outs", [])}
+        return lock_file.digests(self.content, "outs")
 
     @property
     def record(self) -> str | None:
@@ -56,8 +56,14 @@ class Entry:
         parameters = {
             stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
         }
-        source = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if dep["path"] == str(PARAMS)}
-        return list(_differing(parameters | source, record.parameters))
+        source = {path: md5 for path, md5 in lock_file.digests(self.content, "deps").items() if path == str(PARAMS)}
+        entered, ran_with = parameters | source, record.parameters
+        return [
+            f"{name} is {_short(entered.get(name, _MISSING))}, and the stage was run with "
+            f"{_short(ran_with.get(name, _MISSING))}"
+            for name in sorted({*entered, *ran_with})
+            if entered.get(name, _MISSING) != ran_with.get(name, _MISSING)
+        ]
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Findings:
 def verify() -> Findings:
     """Compare each entry of dvc.lock and of the run cache, here and in the remote, with the record of its stage."""
     damaged: list[str] = []
-    entries = [*_of_lock(damaged), *_of_runs(damaged)]
+    entries = list(_entries(damaged))
     records = _records({entry.record for entry in entries if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
     for entry in entries:
@@ -96,14 +102,11 @@ def verify() -> Findings:
     return findings
 
 
-def _of_lock(damaged: list[str]) -> Iterator[Entry]:
+def _entries(damaged: list[str]) -> Iterator[Entry]:
     if LOCK.exists():
         text = LOCK.read_text(errors="replace")
         for name, content in _loaded(text, str(LOCK), COMPILED_LOCKFILE_SCHEMA, damaged).get("stages", {}).items():
             yield Entry(str(LOCK), name, content)
-
-
-def _of_runs(damaged: list[str]) -> Iterator[Entry]:
     for place, text in dvc_transport.run_entries():
         if not (content := _loaded(text, place, COMPILED_LOCK_FILE_STAGE_SCHEMA, damaged)):
             continue
@@ -123,7 +126,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
-    """Return digest → record, from the cache or else from the remote, without records that cannot be read."""
+    """Return digest → record, without those that cannot be read."""
     cache_dir = stages.cache_dir()
     dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}
@@ -138,10 +141,6 @@ def _records(digests: set[str]) -> dict[str, Inputs]:
 
 
 def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries with the same outputs as another entry that has other inputs.
-
-    Either one of the two is false, or the difference of inputs had no effect (an example that was not drawn).
-    """
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         alike[json.dumps(entry.outs, sort_keys=True)].append(entry)
@@ -149,15 +148,8 @@ def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _inputs(entry: Entry) -> str:
-    deps = {dep["path"]: dep.get("md5") for dep in entry.content.get("deps", [])}
-    return json.dumps([deps, entry.content.get("params")], sort_keys=True, default=str)
-
-
-def _differing(said: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[str]:
-    for name in sorted({*said, *recorded}):
-        entered, ran_with = said.get(name, _MISSING), recorded.get(name, _MISSING)
-        if entered != ran_with:
-            yield f"{name} is {_short(entered)}, and the stage was run with {_short(ran_with)}"
+    inputs = [lock_file.digests(entry.content, "deps"), entry.content.get("params")]
+    return json.dumps(inputs, sort_keys=True, default=str)
 
 
 def _short(value: Any) -> str:

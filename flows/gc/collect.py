@@ -45,7 +45,9 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
             f"the cache {cache_dir} is outside this workspace, and other workspaces may need it: use `dvc gc`"
         )
     with ExitStack() as stack:
-        scratch = [folder for folder in _scratch() if _is_free(stack, folder)]
+        # Workspaces of `eckart reproduce`, which are made again when needed.
+        reproduced = [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
+        scratch = [folder for folder in reproduced if _is_free(stack, folder)]
         others = [folder for folder in _worktrees() if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
@@ -53,8 +55,9 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         digests = in_mlflow.union(
             referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
         )
+        stay = size_of(folder for folder in others if folder.parent == WORKSPACES.resolve())
         yield [
-            _workspaces([folder for folder in others if folder.parent == WORKSPACES.resolve()], scratch),
+            Kind("other workspaces", stay, size_of(scratch), partial(_remove, scratch)),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
             *tracked,
         ]
@@ -65,11 +68,6 @@ def _worktrees() -> list[Path]:
     lines = worktrees.git(Path(), "worktree", "list", "--porcelain").splitlines()
     folders = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
     return [folder.resolve() for folder in folders if folder.exists() and folder.resolve() != Path.cwd().resolve()]
-
-
-def _scratch() -> list[Path]:
-    """Return the workspaces of `eckart reproduce`. They can be removed, since they are made again when needed."""
-    return [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:
@@ -83,11 +81,7 @@ def _is_free(stack: ExitStack, folder: Path) -> bool:
 
 @contextmanager
 def _no_stage_runs(folder: Path) -> Iterator[None]:
-    """Lock a workspace so that no stage can run in it while the block runs.
-
-    Raises:
-        CannotCollect: a stage runs already.
-    """
+    """Lock a workspace so that no stage can run in it while the block runs."""
     if not (folder / ".dvc").is_dir():  # a worktree at a commit before DVC
         yield
         return
@@ -97,10 +91,6 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
         except DvcException as error:
             raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
         yield
-
-
-def _workspaces(stay: Iterable[Path], go: Iterable[Path]) -> Kind:
-    return Kind("other workspaces", size_of(stay), size_of(go), partial(_remove, go))
 
 
 def _remove(folders: Iterable[Path]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,37 +11,30 @@ from pathlib import Path
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.gc import referenced_digests
 from flows.gc.kind import Kind, size_of
+from flows.gc.referenced_digests import in_text
 
 _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
-    """Return the kinds of files in the cache, each sorted into what stays and what goes.
-
-    Args:
-        kept: digests of objects to keep: files, folders, and all files in these folders.
-    """
+    """Return the kinds of files in the cache; `kept` has the digests of objects to keep, files in folders included."""
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
+    times = list(cache_dir.glob("computed/*.json"))
     return [
-        _kind("objects of DVC's cache", objects, lambda path: _digest(path) in kept),
-        _kind("entries of the run cache", runs, lambda path: _outs(path) <= kept),
+        _kind("objects of DVC's cache", objects, [path for path in objects if _digest(path) not in kept]),
+        _kind("entries of the run cache", runs, [path for path in runs if not _outs(path) <= kept]),
         _kind(
             "times of stages",
-            cache_dir.glob("computed/*.json"),
-            lambda path: referenced_digests.in_text(path.read_text(errors="replace")) <= kept,
+            times,
+            [path for path in times if not in_text(path.read_text("utf-8", "replace")) <= kept],
         ),
     ]
 
 
-def _kind(name: str, paths: Iterable[Path], stays: Callable[[Path], bool]) -> Kind:
-    stay: list[Path] = []
-    go: list[Path] = []
-    for path in paths:
-        (stay if stays(path) else go).append(path)
-    return Kind(name, size_of(stay), size_of(go), partial(_remove, go))
+def _kind(name: str, paths: Sequence[Path], go: Sequence[Path]) -> Kind:
+    return Kind(name, size_of(set(paths) - set(go)), size_of(go), partial(_remove, go))
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -33,11 +33,7 @@ class Kind:
 
 def size_of(paths: Iterable[Path]) -> Size:
     """Return the size of files and folders. Hard-linked files count as 0 bytes, since removing a link frees none."""
-    sizes = [_bytes(path) for path in paths]
-    return Size(len(sizes), sum(sizes))
-
-
-def _bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
+    paths = list(paths)
+    files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]))
     states = [file.lstat() for file in files if file.is_symlink() or file.is_file()]
-    return sum(state.st_size for state in states if state.st_nlink == 1)
+    return Size(len(paths), sum(state.st_size for state in states if state.st_nlink == 1))

@@ -80,7 +80,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 
 
 def _registered(count: int) -> Kind:
-    """Return the `Kind` of registered versions. All stay; the count lets a user see that it is the right registry."""
+    """All registered versions stay; the count lets a user see that it is the right registry."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
@@ -142,12 +142,7 @@ def _kinds(
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
-    """Return the two kinds in the workspace's own store: runs and models.
-
-    Args:
-        runs: id → run.
-        stay: ids of runs that stay.
-    """
+    """Return the two kinds in the workspace's own store, runs and models; `stay` has the ids of runs that stay."""
     sources = {version.source or "": version for version in registered}
     used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
     search = partial(client.search_logged_models, experiments)
@@ -158,47 +153,30 @@ def _kinds(
                 f"{name}, the model of version {version.version} of {version.name}, was deleted in MLflow: "
                 "delete the version, too"
             )
-    ending = {name for name, run in runs.items() if _ends(run, name in stay)}
+    ending = {
+        name
+        for name, run in runs.items()
+        # MLflow's trash is emptied.
+        if run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and name not in stay)
+    }
     unused = {name for name, model in models.items() if name not in used and _is_unused(model, runs.keys() - ending)}
-    end_runs = partial(_remove, client, [runs[name] for name in ending], [])
+    run_places = {name: run.info.artifact_uri for name, run in runs.items()}
+    model_places = {name: model.artifact_location for name, model in models.items()}
     return [
-        _kind("runs in MLflow", {name: run.info.artifact_uri for name, run in runs.items()}, ending, end_runs),
-        _kind(
-            "models in MLflow",
-            {name: model.artifact_location for name, model in models.items()},
-            unused,
-            partial(_remove, client, [], unused),
-        ),
+        _kind("runs in MLflow", run_places, ending, partial(_remove, client, [runs[name] for name in ending], [])),
+        _kind("models in MLflow", model_places, unused, partial(_remove, client, [], unused)),
     ]
 
 
-def _ends(run: Run, stays: bool) -> bool:
-    """Whether a run goes: it belongs to a study and nothing needs it, or it is in MLflow's trash, which is emptied.
-
-    Args:
-        stays: whether something needs the run.
-    """
-    return run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and not stays)
-
-
-def _is_unused(model: LoggedModel, staying: set[str]) -> bool:
-    """Whether a model without a version goes.
-
-    The model of a candidate goes together with its run. The model of a deleted version goes. All others stay.
-
-    Args:
-        staying: ids of runs that stay.
-    """
-    return model.source_run_id not in staying if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
+def _is_unused(model: LoggedModel, staying_runs: set[str]) -> bool:
+    """Whether a model without a version goes: a candidate's with its run, that of a deleted version, and no other."""
+    if candidate_models.KEY in model.tags:
+        return model.source_run_id not in staying_runs
+    return versions.CONTENT in model.tags
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Return the `Kind` of runs or of models.
-
-    Args:
-        places: id → URL of the folder with the files.
-        go: ids of those that go.
-    """
+    """Return the `Kind` of runs or of models; `places` is id → URL of the folder with the files."""
     folders = {id_: Path(local_file_uri_to_path(address)) for id_, address in places.items()}
     stay, goes = ([folder for id_, folder in folders.items() if (id_ in go) == gone] for gone in (False, True))
     return Kind(name, size_of(stay), size_of(goes), remove)

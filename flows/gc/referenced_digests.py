@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flows.engine import cached_objects
+from flows.engine.lock_file import LOCK
 from flows.workspace import worktrees
-from flows.workspace.worktrees import LOCK
 
 _DIGEST = re.compile(r"\b[0-9a-f]{32}\b(?:\.dir\b)?")
 
@@ -34,8 +34,8 @@ def in_history(commits: int | None) -> set[str]:
     """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags and worktrees.
 
     Args:
-        commits: None for all commits. If it is a number, only so many of the latest commits that changed these files
-            are read, and in addition all tags and the last commit of each branch.
+        commits: number of latest commits that changed these files to read, besides all tags and the last commit of each
+            branch; None for all commits.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")

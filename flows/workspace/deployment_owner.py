@@ -47,32 +47,28 @@ def check() -> None:
     """
     if not deployment.id:
         return
-    present = _read(lambda client: client.read_deployment(deployment.id))
-    if present and (owner := _owner(present)) and not _is_own(owner):
+    owner = _owner(lambda client: client.read_deployment(deployment.id))
+    if owner and not _is_own(owner):
         raise OtherWorkspace(f"this run belongs to {_place(owner)}, but started in {_here()}: nothing was run")
 
 
 def check_name(name: str) -> None:
     """Raise OtherWorkspace if a deployment of this name exists and belongs to another folder or has no tag."""
-    present = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
-    if present and not _is_own(owner := _owner(present)):
+    owner = _owner(lambda client: client.read_deployment_by_name(f"study/{name}"))
+    if owner is not None and not _is_own(owner):
         raise OtherWorkspace(
             f"the deployment study/{name} belongs to {_place(owner)}: choose another name (`eckart serve --name`), or, "
             "if that one is no longer served, delete it on Prefect's page Deployments"
         )
 
 
-def _read(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> DeploymentResponse | None:
+def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | None:
+    """Return the tag of a deployment that names its folder; "" without such a tag, None without the deployment."""
     with get_client(sync_client=True) as client:
         try:
-            return read(client)
+            return next((tag for tag in read(client).tags if tag.startswith(_TAG)), "")
         except ObjectNotFound:
             return None
-
-
-def _owner(present: DeploymentResponse) -> str:
-    """Return the tag of a deployment that names its folder; empty if there is none."""
-    return next((tag for tag in present.tags if tag.startswith(_TAG)), "")
 
 
 def _is_own(owner: str) -> bool:

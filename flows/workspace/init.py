@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from dvc.utils.flatten import flatten
+
 from flows.engine import cached_objects
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
@@ -32,16 +34,12 @@ class InitError(EckartError):
 
 @dataclass(frozen=True)
 class Wishes:
-    """The user's own model and data. A field is None if the user did not give it.
-
-    base: a folder, a GGUF file, or any other value that model.base may have.
-    data: a file, or a folder with a file for each split, named by the split.
-    text, text_pair, label: names of columns of the data.
-    task: None to derive the task from the label.
-    """
+    """The user's own model and data, and the names of its columns. None stands for what the user did not give."""
 
     base: str | None
+    """A folder, a GGUF file, or any other value that model.base may have."""
     data: Path | None
+    """A file, or a folder with a file for each split, named by the split."""
     text: str | None
     text_pair: str | None
     label: str | None
@@ -50,16 +48,14 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Filled:
-    """Result of `init`: the values that it wrote into params.yaml.
-
-    changes: dotted name → new value.
-    before: dotted name → old value of every parameter; in a new workspace, its value in the default study.
-    head: sentence that says what happens to the base model's head; may be empty.
-    """
+    """Result of `init`: the values that it wrote into params.yaml."""
 
     changes: dict[str, Any]
+    """Dotted name → new value."""
     before: dict[str, Any]
+    """Dotted name → old value of every parameter; in a new workspace, its value in the default study."""
     head: str
+    """Sentence that says what happens to the base model's head; may be empty."""
 
 
 def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
@@ -122,11 +118,11 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
     for path in (PARAMS, *installation.derived(), Path(".dvc")):
         if not again and (folder / path).exists():
             raise InitError(
-                f"{folder} has {path} already: if it is a workspace, `eckart init {folder} --again` with what is to be "
-                "otherwise amends it; if not, name another folder"
+                f"{folder} has {path} already: to change a workspace, run `eckart init {folder} --again` with the new "
+                "values; to make one, name another folder"
             )
         if again and not (folder / path).exists():
-            raise InitError(f"{folder} has no {path}: it is no workspace that could be amended; leave out --again")
+            raise InitError(f"{folder} has no {path}, so it is no workspace: leave out --again to make one")
     if wishes.data and not wishes.data.exists():
         raise InitError(f"--data {wishes.data} does not exist")
     if wishes.base and not Path(wishes.base).exists() and wishes.base.startswith((".", "/", "~")):
@@ -134,12 +130,7 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 
 def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
-    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml.
-
-    Args:
-        draft: temporary folder with params.yaml, data/raw and models/base.
-        folder: the workspace itself.
-    """
+    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml."""
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = wishes.base
     if base and Path(base).exists():
@@ -161,28 +152,28 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
             )
         changes |= decided
     elif wishes.text or wishes.text_pair or wishes.label or wishes.task:
-        raise InitError("--text, --text-pair, --label and --task are about data of your own: name them, --data")
+        raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
     if again:
         changes = _amending(changes, wishes, present, default)
     elif changes:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
         changes["promotion"] = {"model": name}
-    before = _flat(present)
-    new = {path: value for path, value in _flat(changes).items() if not (again and value == before.get(path))}
+    before = flatten(present)
+    new = {path: value for path, value in flatten(changes).items() if not (again and value == before.get(path))}
     if new:
         yaml_edit.update(changes, draft / PARAMS)
     return Filled(new, before, head)
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:
-    """Return data.source of params.yaml if it is a path under data/raw, so the user's own data; else None."""
+    """Return data.source of params.yaml if this is the user's own data."""
     source = str(params["data"]["source"])
     return source if Path(source).is_relative_to(RAW) else None
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Fill columns and task that the wishes lack from params.yaml, if the workspace already has its own data."""
+    """Fill in columns and task from params.yaml if the workspace already has its own data."""
     if not _own_data(params):
         return wishes
     data = params["data"]
@@ -194,13 +185,7 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 def _amending(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays.
-
-    Args:
-        changes: sections as for a new workspace.
-        present: sections of the workspace's params.yaml.
-        default: sections of the default study's params.yaml.
-    """
+    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays."""
     columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
     decided = {"source", "splits", "sizes"} if wishes.data else set()
     if wishes.data or columns:
@@ -220,21 +205,14 @@ def _amending(
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
-    """Copy `source` into the folder `place` of the draft, unless the workspace has it already.
-
-    Returns:
-        The path of the copy, relative to the workspace.
-
-    Raises:
-        InitError: the workspace has another file or folder of this name.
-    """
+    """Copy `source` into the folder `place` of the draft, unless the workspace has it, and return the relative path."""
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
     path = place / source.resolve().name
     if (folder / path).exists():
         if cached_objects.measured(source) != cached_objects.measured(folder / path):
-            raise InitError(f"{folder / path} is there already, and is not {source}: rename one of them")
+            raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")
     elif source.is_dir():
         shutil.copytree(source, draft / path)
     else:
@@ -243,10 +221,7 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
 
 
 def _hand_to_dvc(folder: Path, part: Path) -> None:
-    """Track a folder with DVC, so that a commit has the digests of the files, and other users can pull them.
-
-    A folder without files or with files in git is left to git.
-    """
+    """Track a folder with DVC, for others to pull it. A folder without files, or with files in git, is left to git."""
     keep = folder / part / ".gitkeep"
     if not any((folder / part).iterdir()):
         keep.touch()
@@ -260,18 +235,9 @@ def _hand_to_dvc(folder: Path, part: Path) -> None:
 
 
 def _set_up(folder: Path) -> None:
-    """Set up git and DVC in a folder if they are not set up there."""
     inside = ["git", "rev-parse", "--git-dir"]
     if subprocess.run(inside, cwd=folder, env=worktrees.environment(), capture_output=True).returncode:
         worktrees.git(folder, "init", "--quiet")
     if not (folder / ".dvc").exists():
         worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
         (folder / ".dvc/config").write_text(_CONFIG)
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested sections to dotted name → value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat

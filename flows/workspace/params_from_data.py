@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -61,21 +60,12 @@ def of_data(
     if not task_class(kind).running_text:  # else sizes count blocks, and drops are perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
-    labels = _labels(changes["data"])
+    section = sections(read())["data"]
+    yaml_edit.change(section, changes["data"])
+    labels = split_and_convert(parse(section, Data, PARAMS, "data"))[1]  # raises the errors of the stage extract
     changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
     knows = task_head.fit(config, kind, labels) == "known"
     return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
-
-
-def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes, with the code of the stage extract, which raises its errors here already.
-
-    Args:
-        changes: derived values of the section data of params.yaml.
-    """
-    content = sections(read())["data"]
-    yaml_edit.change(content, changes)
-    return split_and_convert(parse(content, Data, PARAMS, "data"))[1]
 
 
 def _files(source: Path) -> dict[str, Path]:
@@ -91,11 +81,7 @@ def _files(source: Path) -> dict[str, Path]:
 
 
 def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
-    """Return role (text, text_pair, label) → name of the column; None if the data has no such column.
-
-    Args:
-        names: column for each role, or None for a column that is named like its role.
-    """
+    """Return role (text, text_pair, label) → name of the column; None if the data has no such column."""
     roles = zip(("text", "text_pair", "label"), names, strict=True)
     columns = {role: name or (role if role in rows else None) for role, name in roles}
     for role, name in columns.items():
@@ -108,7 +94,6 @@ def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
 
 
 def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
-    """Guess the task from the columns."""
     label = columns["label"]
     if label is None and len(rows.columns) > 1:
         raise StageError(
@@ -124,11 +109,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Load the config and the tokenizer of a base model.
-
-    Args:
-        base: the model, as in model.base.
-    """
+    """Load the config and the tokenizer of a base model, which is named as in model.base."""
     with ExitStack() as stack:
         source, extra = located(base, stack)
         try:

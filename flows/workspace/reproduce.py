@@ -24,8 +24,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from flows.engine import cached_objects, dvc_transport, locks, orphaned_processes, stage_processes, stages
+from flows.engine.lock_file import LOCK, digests
 from flows.workspace import worktrees
-from flows.workspace.worktrees import CARRIED, LOCK, WORKSPACES, WorkspaceError
+from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
 
@@ -55,18 +56,16 @@ class LockedStage:
     @property
     def outs(self) -> dict[str, str]:
         """Path → digest of the stage's outputs."""
-        return _digests(self.entries[self.stage], "outs")
+        return digests(self.entries[self.stage], "outs")
 
 
 @dataclass(frozen=True)
 class ComparedFile:
-    """A restored file and its digests."""
+    """A restored file, its digest in the record and its digest now; None where it does not exist."""
 
     path: str
     recorded: str | None
-    """Digest in the record; None if the record does not have the file."""
     now: str | None
-    """Digest of the restored file; None if it does not exist."""
 
     @property
     def same(self) -> bool:
@@ -125,19 +124,11 @@ def _content(commit: str, name: str) -> str:
 
 
 def _entries(text: str, revision: str) -> dict[str, Any]:
-    """Parse the content of a dvc.lock into stage → entry.
-
-    Args:
-        revision: name for the error message.
-    """
+    """Parse the content of a dvc.lock into stage → entry; `revision` is named in the error message."""
     try:
         return dict((YAML(typ="safe").load(text) or {}).get("stages") or {})
     except (YAMLError, AttributeError) as error:
         raise CannotReproduce(f"dvc.lock of {revision} cannot be read: {error}") from error
-
-
-def _digests(entry: Mapping[str, Any], part: str) -> dict[str, str]:
-    return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
 
 
 def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
@@ -168,14 +159,10 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
 
 
 def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
-    """Hash the outputs in `folder`, and compare each file with its recorded digest.
+    """Hash the outputs in `folder`, and compare each file with its recorded digest; `outs` is path → digest.
 
     If an output is a folder that differs, and the cache no longer has the recorded list of its files, only the digests
     of the whole folder are compared.
-
-    Args:
-        cache: folder of DVC's cache.
-        outs: path of each output → recorded digest.
     """
     compared: list[ComparedFile] = []
     for out, digest in outs.items():
@@ -191,15 +178,11 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
 
 
 def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage again, after the stages that it depends on.
-
-    Args:
-        again: whether all of these stages run; if not, only those with outputs that cannot be fetched.
-    """
+    """Run the stage again, after those that it depends on: all if `again`, else those that cannot be fetched."""
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
-            dvc_transport.fetch_outputs(_digests(wanted.entries[name], "outs").values())
+            dvc_transport.fetch_outputs(digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
     # --no-commit, since a differing result in the cache would later be restored instead of the recorded one.
@@ -243,20 +226,16 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
 
 
 def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
-    """Add outputs to the cache that it had lost and that were made again with the recorded bytes.
-
-    Only objects are added, no entries of the run cache.
-    """
+    """Add outputs to the cache that it had lost and that were made again with the recorded bytes."""
     with locks.repository() as repo:
         for name in _chain(wanted):
-            for out, digest in _digests(wanted.entries[name], "outs").items():
+            for out, digest in digests(wanted.entries[name], "outs").items():
                 made = wanted.folder / out
                 if cached_objects.missing(cache, digest) and made.exists():
                     cached_objects.add(repo, made, digest)
 
 
 def _reasons(wanted: LockedStage) -> list[str]:
-    """Return likely reasons for differing files: the first stage that differs from its record, packages, hardware."""
     now = _entries((wanted.folder / LOCK).read_text(), "the worktree")
     changes = (_change(name, wanted.entries[name], now.get(name, {})) for name in _chain(wanted))
     reasons = [next(filter(None, changes), f"{wanted.stage} was not recorded anew")]
@@ -266,13 +245,12 @@ def _reasons(wanted: LockedStage) -> list[str]:
 
 
 def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how the new entry of a stage in dvc.lock differs from the recorded one; empty if it does not."""
-    before, after = _digests(then, "deps"), _digests(now, "deps")
-    read = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
-    read += [what for what in ("cmd", "params") if then.get(what) != now.get(what)]
-    if read:
-        return f"{name} read what differs from the record: {', '.join(read)}"
-    same = _digests(then, "outs") == _digests(now, "outs")
+    before, after = digests(then, "deps"), digests(now, "deps")
+    differing = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
+    differing += [part for part in ("cmd", "params") if then.get(part) != now.get(part)]
+    if differing:
+        return f"{name} read what differs from the record: {', '.join(differing)}"
+    same = digests(then, "outs") == digests(now, "outs")
     return "" if same else f"{name} wrote other bytes from the same inputs"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.engine import cached_objects, dvc_transport
+from flows.engine.lock_file import LOCK
 from tasks.artifacts.errors import EckartError
 from tasks.config.schema import PARAMS
 
@@ -26,7 +27,6 @@ CARRIED = (Path("data/raw"), Path("models/base"))
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
 """Files and folders that a workspace takes from the commit, so uncommitted edits of them would not be used."""
 
-LOCK = Path("dvc.lock")
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Environment variables set in a git hook. With them, every git command would work on the main workspace."""
 
@@ -60,12 +60,7 @@ def edited(*paths: str) -> set[str]:
 
 
 def refuse(edited: set[str], who: str) -> None:
-    """Raise a WorkspaceError if there are edited files, since workspaces use the committed ones.
-
-    Args:
-        edited: files with uncommitted edits.
-        who: subject and verb of the message: '`who` the code of the last commit', as in "Workers run".
-    """
+    """Raise a WorkspaceError if there are edited files, since `who` ("Workers run") uses the committed ones."""
     if edited:
         names = "\n".join(f"  {name}" for name in sorted(edited))
         raise WorkspaceError(f"{who} the code of the last commit. Commit these, or undo the edits:\n{names}")
@@ -105,20 +100,16 @@ def check_out(folder: Path, revision: str) -> None:
     """
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
-        _check_own(folder)
+        # If the folder is no worktree, git finds the main workspace above it and would change that.
+        where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
+        if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
+            raise WorkspaceError(
+                f"{folder} is not a worktree of this repository: remove it, or try `git worktree repair {folder}`"
+            )
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(Path(), "worktree", "add", "--force", "--detach", str(folder), commit)
     dvc_transport.share_settings(folder)
-
-
-def _check_own(folder: Path) -> None:
-    # If the folder is no worktree, git finds the main workspace above it and would change that.
-    where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
-        raise WorkspaceError(
-            f"{folder} is not a worktree of this repository: remove it, or try `git worktree repair {folder}`"
-        )
 
 
 def carry(source: Path, target: Path) -> None:
@@ -159,7 +150,7 @@ def dvc(folder: Path, *words: str) -> str:
 
 
 def _called(folder: Path, command: Sequence[str], name: str) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
-    if done.returncode:
-        raise WorkspaceError(f"{name} in {folder.resolve().name}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    result = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    if result.returncode:
+        raise WorkspaceError(f"{name} in {folder.resolve().name}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

@@ -37,6 +37,10 @@ class Command:
         os.close(file)
         self._process = start(_become, ["flows", *words], str(root), dict(environment), self._said)
 
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
     def poll(self) -> int | None:
         """Return the exit code; None while the command runs."""
         return self._process.exitcode

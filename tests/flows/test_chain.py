@@ -80,15 +80,11 @@ def fail(stage: str, *candidate: str) -> str:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_candidates_keep_no_more_than_asked(name: str) -> None:
+def test_candidates_keep_no_more_than_asked_and_have_the_ranks_that_were_decided(name: str) -> None:
     decision = read(f"models/ranks/{name}/ranks.json")
     assert decision["parameters_after"] <= 0.5 * decision["parameters_before"]
     assert decision["parameters_after"] > 0.4 * decision["parameters_before"]  # and the budget is used
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_ranks_are_those_of_the_targets_and_of_the_models(name: str) -> None:
-    ranks = read(f"models/ranks/{name}/ranks.json")["ranks"]
+    ranks = decision["ranks"]
     assert set(ranks) == {target["name"] for target in read("data/importance/targets.json")["targets"]}
     factorized = {target: rank for target, rank in ranks.items() if rank is not None}
     for stage in ("factorized", "finetuned"):
@@ -120,18 +116,6 @@ def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> No
         chosen = rows[rows["model"] == runtime]
         assert accuracy_score(chosen["label"], chosen["guess"]) == exported[runtime]["score"]["metric"]
     assert exported["int8"]["bytes"] < exported["onnx"]["bytes"]
-
-
-@pytest.mark.parametrize("stage", ["factorized", "finetuned"])
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_a_candidate_is_an_ordinary_model(stage: str, name: str) -> None:
-    folder = f"models/{stage}/{name}"
-    small, tokenizer = model(folder), AutoTokenizer.from_pretrained(folder)
-    outputs = small(**tokenizer(["the plot is dull", "the cast is warm"], padding=True, return_tensors="pt"))
-    assert outputs.logits.shape == (2, 2)
-    assert torch.isfinite(outputs.logits).all()
-    assert small.config.id2label == {0: "negative", 1: "positive"}
-    assert not small.training
 
 
 def test_plain_svd_is_the_best_approximation_of_its_rank() -> None:
@@ -210,6 +194,7 @@ def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str)
     with torch.no_grad():
         outputs = torch.cat([small(**tokenizer(text, return_tensors="pt")).logits for text in test["text"]])
     labels = torch.tensor(test["label"].tolist())
+    assert small.config.id2label == {0: "negative", 1: "positive"}
     result = read(f"reports/evaluate/{name}.json")[step]
     dense = read("reports/dense.json")["validation" if step == "validation" else "score"]
     assert result["rows"] == len(test) == dense["rows"]
@@ -247,9 +232,8 @@ def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
 
 
 def test_candidates_of_equal_shapes_are_timed_as_one(own_workspace: Path) -> None:
-    assert {name: times["timed"] for name, times in read("reports/benchmark.json").items()} == {
-        name: name for name in CANDIDATES
-    }
+    timed = {name: times["timed"] for name, times in read("reports/benchmark.json").items()}
+    assert timed == {name: name for name in CANDIDATES}
     shutil.rmtree("models/finetuned/svd-0.5")
     shutil.copytree("models/finetuned/kfac-0.5", "models/finetuned/svd-0.5")
     run_stage("benchmark")
@@ -272,10 +256,9 @@ def test_one_call_gives_what_the_stages_give(name: str) -> None:
     for key, values in model(f"models/factorized/{name}").state_dict().items():
         torch.testing.assert_close(small.state_dict()[key], values)
     decided = read(f"models/ranks/{name}/ranks.json")
-    assert {target: one.rank for target, one in report.targets.items()} == decided["ranks"]
-    assert {target: one.predicted_loss for target, one in report.targets.items()} == pytest.approx(
-        decided["predicted_loss"]
-    )
+    assert {name: target.rank for name, target in report.targets.items()} == decided["ranks"]
+    predicted = {name: target.predicted_loss for name, target in report.targets.items()}
+    assert predicted == pytest.approx(decided["predicted_loss"])
 
 
 def test_only_the_requested_statistics_are_computed(own_workspace: Path) -> None:
@@ -288,16 +271,16 @@ def test_only_the_requested_statistics_are_computed(own_workspace: Path) -> None
 
 
 def test_the_same_inputs_give_the_same_bytes(own_workspace: Path) -> None:
-    candidates = [f"models/{stage}/{name}" for stage in ("ranks", "factorized", "finetuned") for name in CANDIDATES]
-    folders = [Path(folder) for folder in ("data/splits", "models/teacher", "data/importance", *candidates)]
+    candidate = [f"models/{stage}/kfac-0.5" for stage in ("ranks", "factorized", "finetuned")]
+    folders = [Path(folder) for folder in ("data/splits", "models/teacher", "data/importance", *candidate)]
     before = [digests(folder) for folder in folders]
     for folder in folders:
         shutil.rmtree(folder)
     torch.manual_seed(99)  # what was drawn before must not matter
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
-    for stage, name in itertools.product(("search", "factorize", "finetune"), CANDIDATES):
-        run_stage(stage, *name.split("-"))
+    for stage in ("search", "factorize", "finetune"):
+        run_stage(stage, "kfac", "0.5")
     assert [digests(folder) for folder in folders] == before
 
 
@@ -352,10 +335,10 @@ def test_a_regression_goes_the_same_way(own_workspace: Path) -> None:
     assert model("models/finetuned/kfac-0.5").config.num_labels == 1
 
 
-@pytest.mark.parametrize("stage", ["search", "factorize"])
-def test_a_weight_that_is_not_finite_is_named(own_workspace: Path, stage: str) -> None:
+def test_a_weight_that_is_not_finite_is_named(own_workspace: Path) -> None:
     name = read("data/importance/targets.json")["targets"][1]["name"]
     weights = load_file("models/teacher/model.safetensors")
     weights[f"{name}.weight"][0, 0] = torch.nan
     save_file(weights, "models/teacher/model.safetensors", {"format": "pt"})
-    assert fail(stage, "svd", "0.5") == f"{stage}@svd-0.5: {name}: the weight is not finite"
+    for stage in ("search", "factorize"):
+        assert fail(stage, "svd", "0.5") == f"{stage}@svd-0.5: {name}: the weight is not finite"

@@ -48,12 +48,8 @@ def damage(filled: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("out", ["file", "folder"])
-def test_what_dvc_wrote_is_whole(filled: Path, out: str) -> None:
+def test_what_dvc_wrote_is_whole_and_digests_of_files_are_those_of_dvc(filled: Path, out: str) -> None:
     assert cached_objects.corrupted(filled / ".dvc/cache", digest(filled, out)) == []
-
-
-@pytest.mark.parametrize("out", ["file", "folder"])
-def test_digests_of_files_are_those_of_dvc(filled: Path, out: str) -> None:
     recorded = cached_objects.files(filled / ".dvc/cache", digest(filled, out))
     assert cached_objects.measured(filled / out) == recorded
     assert set(recorded) == ({""} if out == "file" else {"a", "inner/b", "empty"})

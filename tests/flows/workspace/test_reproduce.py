@@ -17,7 +17,7 @@ from flows.workspace.reproduce import CannotReproduce, Reproduction, record
 from tasks.artifacts.task_spec import REFERENCE
 from tests.flows.forked import Command, gone
 from tests.flows.servers import until
-from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran, spoil
+from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran, spoil, stale
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[3]
@@ -98,11 +98,9 @@ def main(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return root
 
 
-def clone(folder: Path, monkeypatch: pytest.MonkeyPatch, lock: bool = True) -> Path:
-    """Another clone of the working directory, entered; `lock=False` as if dvc.lock had not been committed."""
+def clone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another clone of the working directory, entered."""
     call(Path.cwd(), "git", "clone", "-q", str(Path.cwd()), str(folder))
-    if not lock:
-        (folder / "dvc.lock").unlink()
     monkeypatch.chdir(folder)
     return folder
 
@@ -143,18 +141,21 @@ def works_in(folder: Path, process: psutil.Process) -> bool:
 
 
 class TestClones:
-    @pytest.mark.parametrize("lock", [True, False], ids=["recorded", "not recorded"])
     def test_push_and_pull_are_enough_with_and_without_the_lock_file(
-        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: bool
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dvc_transport.push()
         assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, without any setting
-        other = clone(tmp_path / "other", monkeypatch, lock)
-        assert dvc_transport.pull().lacking == []
-        assert set(run(other).values()) == {"Cached" if lock else "Restored"}
-        assert ran(other) == []
-        assert own_files(other).keys() == own_files(main).keys()
-        assert call(other, "dvc", "status", "--json").strip() == "{}"
+        for name, status in (("with", "Cached"), ("without", "Restored")):
+            other = clone(tmp_path / name, monkeypatch)
+            if name == "without":
+                (other / "dvc.lock").unlink()
+            assert dvc_transport.pull().lacking == []
+            assert set(run(other).values()) == {status}
+            assert ran(other) == []
+            assert own_files(other).keys() == own_files(main).keys()
+            assert stale(other) == []
+            monkeypatch.chdir(main)
 
     def test_results_of_earlier_parameters_travel_too(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +220,7 @@ class TestInputs:
             (root / "data/raw/more.csv").write_text("more\n")
         run(main)
         call(other, "dvc", "repro", "-q")
-        assert call(main, "dvc", "status", "--json").strip() == "{}"
+        assert stale(main) == []
         assert (main / "data/raw.dvc").read_text() == (other / "data/raw.dvc").read_text()
 
     def test_pull_brings_the_newer_input_and_spares_an_edited_one(self, main: Path) -> None:
@@ -288,9 +289,14 @@ class TestReproduce:
         assert found.same
         assert ran(found.folder) == ["extract", "finetune@a-0.5"]
 
-    def test_again_runs_all_upstream_stages_and_leaves_the_cache(self, main: Path) -> None:
+    def test_again_runs_all_upstream_stages_and_leaves_the_cache_in_a_hook_of_git_too(
+        self, main: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = digests(main / ".dvc/cache")
-        found = reproduce(again=True)
+        with monkeypatch.context() as hook:
+            hook.setenv("GIT_DIR", str(main / ".git"))
+            hook.setenv("GIT_WORK_TREE", str(main))
+            found = reproduce(again=True)
         assert found.same
         assert ran(found.folder) == ["extract", "finetune@a-0.5"]
         assert digests(main / ".dvc/cache") == before
@@ -367,13 +373,6 @@ class TestReproduce:
         forget(main)
         with pytest.raises(CannotReproduce, match=r"^data/raw .*data/raw\.dvc\b"):
             reproduce()
-
-    def test_in_a_hook_of_git(self, main: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GIT_DIR", str(main / ".git"))
-        monkeypatch.setenv("GIT_WORK_TREE", str(main))
-        found = reproduce(again=True)
-        monkeypatch.undo()
-        assert found.same
 
     def test_a_killed_reproduction_leaves_no_process_and_the_next_one_works(self, main: Path) -> None:
         hold = main.parent / "hold"

@@ -1,14 +1,16 @@
 """Other studies: the workspaces made of their files, and two seeds of a tiny one, all real."""
 
+from __future__ import annotations
+
+import os
 import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -27,8 +29,10 @@ from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed import study_file
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials
-from tests.flows.forked import gone
-from tests.flows.toy import ENVIRONMENT, Flows, Study, call, commit
+from tests.flows import forked
+from tests.flows.forked import Command, gone
+from tests.flows.servers import until
+from tests.flows.toy import Flows, Study, call, commit
 from tests.tasks.multi_seed.test_seeds_table import made_up
 from tests.tasks.multi_seed.test_trials import scored
 
@@ -171,6 +175,12 @@ class TestWorkspaces:
         assert call(repository, "git", "branch", "--show-current") == "main\n"
 
 
+def run_seed(root: str, seed: int) -> None:
+    os.chdir(root)
+    os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///mine.db"
+    multi_seed.run_all(toy(seed), Options())
+
+
 class TestRunning:
     @pytest.fixture(autouse=True)
     def tracking(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,22 +223,13 @@ class TestRunning:
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_the_study_ends_with_the_command_that_started_it(self, repository: Path, number: signal.Signals) -> None:
-        script = (
-            "import os, sys; from pathlib import Path\n"
-            "from flows.engine.run_options import Options; from flows import multi_seed\n"
-            "from tasks.multi_seed.study_file import StudyFile\n"
-            "study = StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
-            "os.chdir(sys.argv[1])\n"
-            "multi_seed.run_all(study, Options())"
-        )
-        command = [sys.executable, "-c", script, str(repository)]
-        process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
+        process = forked.start(run_seed, str(repository), 9)
+        assert process.pid
         pid = repository / "workspaces/toy-seed9/pid"
-        while not (pid.exists() and pid.read_text()):
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(number)
-        assert process.wait(timeout=600) == (-number if number == signal.SIGKILL else 128 + number)
+        until(lambda: (pid.exists() and pid.read_text()) or process.exitcode is not None)
+        os.kill(process.pid, number)
+        process.join(600)
+        assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number)
         assert gone([int(pid.read_text())])
 
 
@@ -260,26 +261,18 @@ def test_a_carried_folder_has_the_files_of_its_source_as_hard_links_and_no_other
     assert not target.exists()
 
 
-class TestCommand:
-    @pytest.fixture(autouse=True)
-    def stubbed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stub the runs of two seeds, of which seed 1 fails."""
-        monkeypatch.chdir(repository)
-        monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
-        monkeypatch.setattr(multi_seed, "run", lambda _study, seed, *_: seed != 1)
-        monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
-
-    def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
-        studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
-        monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
-        monkeypatch.setattr(multi_seed, "run", lambda study, *_: study.task != "two")
-        done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
-        assert done.exit_code == 1
-        assert "1 of 3" in done.output
-        assert "task two, seed 0: " in done.output
-        assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
-        assert not Path("docs/toy.md").exists()
+def test_a_task_that_fails_does_not_stop_the_others(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
+    studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
+    monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
+    monkeypatch.setattr(multi_seed, "run", lambda study, *_: study.task != "two")
+    monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
+    done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
+    assert done.exit_code == 1
+    assert "1 of 3" in done.output
+    assert "task two, seed 0: " in done.output
+    assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
+    assert not Path("docs/toy.md").exists()
 
 
 STUDY = """\
@@ -306,21 +299,35 @@ def counts(said: str) -> list[dict[str, int]]:
     return [{word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)} for line in lines]
 
 
-def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The real command, twice: what seeds share runs once, the second time nothing runs, and the table has a spread.
+class Forked:
+    """Stands in for subprocess.Popen in multi_seed, without the seconds of imports."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], **_: object) -> None:
+        self._command = Command(cwd, env, *command[3:])
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._command.kill()
+
+    def wait(self) -> int | None:
+        code, output = self._command.end()
+        print(output)
+        return code
+
+
+def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What seeds share runs once, and the table has a spread.
 
     Each workspace runs its own code, though the package that is installed is another one.
     """
     root = study_repository(study.copied(tmp_path / "main"))
-
-    def run(*options: str) -> str:
-        """Run the command, and return its output and that of its processes."""
-        done = flows(root, "study", *options)
-        said = "".join([done.output, *capfd.readouterr()])
-        assert done.exit_code == 0, said
-        return said
-
-    said = run("studies/two.yaml", "--table", TABLE)
+    with monkeypatch.context() as patch:
+        patch.setattr(multi_seed, "subprocess", SimpleNamespace(Popen=Forked))
+        done = flows(root, "study", "studies/two.yaml", "--table", TABLE)
+    said = done.output
+    assert done.exit_code == 0, said
     stages = sum(counts(said)[0].values())
     # What the main workspace has made is there for seed 0, but for what runs weighted_svd.py, and for export_dense and
     # benchmark, as this study exports nothing and has other candidates; extract and check know no seed.
@@ -348,9 +355,3 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd:
     assert experiment.artifact_location == (root / "mlruns").as_uri()
     assert len(client.search_runs([experiment.experiment_id])) == 4  # a study and a candidate for each seed
     assert not list(root.glob("workspaces/*/ml*"))
-
-    second = run("studies/two.yaml", "--seed", "1")
-    assert f"\n{stages} stages in " in second
-    assert "Nothing was recomputed" in second
-    assert f" {100 * rows.recovered[1]:.1f} " in second
-    assert (root / TABLE).read_text() == table
