@@ -37,6 +37,7 @@ def database() -> Iterator[Postgres]:
 
 def promoting(address: str, number: str, folder: Path) -> None:
     """Promote a version as one of two machines, which move the alias at the same time unless one waits."""
+    os.chdir(folder)  # the workspace notes the champion that it has seen
     os.environ["MLFLOW_TRACKING_URI"] = address
     os.environ.pop("MLFLOW_REGISTRY_URI", None)
     Registry.smoke = lambda *_: None  # type: ignore[method-assign]
@@ -81,8 +82,11 @@ def promote_after(act: Callable[[], object]) -> None:
 
 
 @needs_postgres
-def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_that_lost_its_lock_moves_nothing(
+    database: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MLflow reconnects to a restarted database, and another machine may have promoted meanwhile."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database.address("mlflow"))
