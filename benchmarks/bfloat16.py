@@ -19,12 +19,12 @@ import torch
 import eckart as eckart  # registers the format of candidates with transformers
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
-from tasks.benchmark import in_rounds, in_torch, ratio
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
 from tasks.scoring.splits import score_on
+from tasks.scoring.timing import in_rounds, in_torch, ratio
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -24,11 +24,11 @@ from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
 from tasks.artifacts.results_schema import Exports, Runtime
 from tasks.artifacts.task_spec import load_task
-from tasks.benchmark import ratio
 from tasks.config.schema import Threads, section
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.runtimes import TITLES
+from tasks.scoring.timing import ratio
 
 Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
 """A function: inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache as inputs of the next step."""

@@ -34,12 +34,12 @@ from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
-from tasks.benchmark import Forward, in_rounds, in_torch, ratio
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
+from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
 
 MULTIPLES = (1, 8, 16, 32)
 _CALIBRATED = 16  # number of examples for the smoothing of activations

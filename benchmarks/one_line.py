@@ -23,12 +23,12 @@ from eckart import onnx
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import ONNX, ONNX_FILES
 from tasks.artifacts.task_spec import load_task
-from tasks.benchmark import Forward, in_rounds, ratio
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
 from tasks.scoring.splits import score_on
+from tasks.scoring.timing import Forward, in_rounds, ratio
 
 ONE_LINE = "dense, one line"
 

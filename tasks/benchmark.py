@@ -6,24 +6,20 @@ all: otherwise tables would rank them by noise. No other stage may run at the sa
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from scipy.stats import quantile_test
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.calibration.losses import Batch
 from eckart.onnx import runner
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FINETUNED, ONNX, ONNX_FILES
-from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times
+from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime
 from tasks.artifacts.task_spec import load_task
 from tasks.config import schema
 from tasks.config.schema import section
@@ -31,14 +27,12 @@ from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say
+from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
 
-Forward = Callable[[Batch], Any]
 Timed = tuple[str, Runtime]
 """A model in a runtime: the name of a candidate or _DENSE, and the runtime."""
-Key = TypeVar("Key", bound=Hashable)
 
 _DENSE = "dense"
-_WARMUP = 2  # rounds that are not counted
 _ROOM = 2e9  # most bytes of candidates in memory together; one larger candidate is loaded alone
 
 
@@ -128,40 +122,6 @@ def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[s
             for name in (_DENSE, *shipped):
                 forwards[name, runtime] = runner(ONNX / name / file, torch.get_num_threads())
     return forwards
-
-
-def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> dict[Key, list[float]]:
-    """Time the forward passes in turn: in each round every one runs once.
-
-    Returns:
-        key → seconds of each round, without the warm-up rounds.
-    """
-    seconds: dict[Key, list[float]] = {key: [] for key in forwards}
-    for _ in range(_WARMUP + rounds):
-        for key, forward in forwards.items():
-            start = time.perf_counter()
-            forward(inputs)
-            seconds[key].append(time.perf_counter() - start)
-    return {key: own[_WARMUP:] for key, own in seconds.items()}
-
-
-def ratio(others: Sequence[float], seconds: Sequence[float]) -> Times:
-    """Return the speedup of a model over another model, with its 95 % interval.
-
-    Args:
-        others: seconds of the other model in each round, of at least 6.
-        seconds: seconds of the model in the same rounds.
-    """
-    ratios = [other / own for other, own in zip(others, seconds, strict=True)]
-    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval()
-    return Times(median=median(ratios), low=interval.low, high=interval.high)
-
-
-@torch.inference_mode()
-def in_torch(model: PreTrainedModel, inputs: Batch) -> None:
-    model(**inputs)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

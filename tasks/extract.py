@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import datasets
-import pandas as pd
 
-from tasks.artifacts.task_spec import SPLITS, Split, Task
+from tasks.artifacts.task_spec import SPLITS, Task
 from tasks.config.schema import Data, section
-from tasks.data.packaged_datasets import PACKAGED
-from tasks.data.splitting import split_source
-from tasks.nlp_tasks import task_class
-from tasks.runtime.stage_runner import StageError, output, run, say
-
-RAW = Path("data/raw")
-FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-# Only an empty cell is missing: pandas would take words such as None, null and NA for missing cells.
-_CSV = {"keep_default_na": False, "na_values": [""]}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    ".csv": _CSV,
-    ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
-    ".txt": {"keep_linebreaks": True},  # a row for each line, as in the text data sets of the hub
-}
-# Parts of the loaders' error messages for a file without rows.
-_NO_ROWS = re.compile(
-    "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
-)
+from tasks.data.reading import load_source
+from tasks.data.splitting import split_and_convert
+from tasks.runtime.stage_runner import output, run, say
 
 
 def extract() -> None:
@@ -38,7 +16,7 @@ def extract() -> None:
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
-    splits, labels = split_and_convert(params)
+    splits, labels = split_and_convert(load_source(params), params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
@@ -47,118 +25,6 @@ def extract() -> None:
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
-
-
-def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
-    """Return the splits, with labels in the form that models read, and the names of the classes.
-
-    Raises:
-        StageError: the source cannot be read, a split is empty, or the data do not fit the task.
-    """
-    splits = split_source(load(params), params)
-    for name, frame in splits.items():
-        if frame.empty:
-            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
-    return splits, task_class(params.task).convert_labels(splits, params)
-
-
-def load(params: Data) -> dict[Split, pd.DataFrame]:
-    """Load the splits that data.splits names, with the columns text, text_pair and label.
-
-    A packaged data set has the training split alone.
-
-    Raises:
-        StageError: the source cannot be read, or lacks a split or a column.
-    """
-    if params.source in PACKAGED:
-        return {"train": _columns(PACKAGED[params.source](), params)}
-    source = _source(params)
-    split_names = params.splits.named()
-    if absent := [name for name in split_names.values() if name not in source]:
-        raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
-    if ignored := [name for name in source if name not in split_names.values()]:
-        say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
-    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
-
-
-def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """Load a file, a folder with one file for each split, or a data set of the hub; return name of the split → rows."""
-    path = Path(os.path.normpath(params.source))
-    inside = path.absolute().is_relative_to(RAW.absolute())
-    if not path.exists() and path.suffix not in FORMATS and not inside:
-        return _from_hub(params)
-    if not path.resolve().is_relative_to(Path.cwd()) or not inside:
-        raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
-    if not path.exists():
-        raise StageError(f"{path} does not exist: correct data.source")
-    return {name: read_file(file) for name, file in _files(path, params).items()}
-
-
-def _files(path: Path, params: Data) -> dict[str, Path]:
-    """Return name of the split → file; a single file is the training split."""
-    files: dict[str, Path] = {}
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        name = file.stem if path.is_dir() else params.splits.train
-        if file.suffix not in FORMATS:
-            continue
-        if name in files:
-            raise StageError(f"{files[name]} and {file} are both the split {name}: remove one of them")
-        files[name] = file
-    if not files:
-        raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")
-    return files
-
-
-def read_file(file: Path) -> datasets.Dataset:
-    """Load a file in the format that its suffix names.
-
-    Raises:
-        StageError: the file is empty or does not have this format.
-    """
-    options = _OPTIONS.get(file.suffix, {})
-    try:
-        return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
-    except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
-        cause = error.__cause__ or error
-        if _NO_ROWS.search(repr(cause)):
-            raise StageError(f"{file} is empty: give it rows") from error
-        raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
-
-
-def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
-    try:
-        return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
-    except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
-        raise StageError(
-            f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
-            f"give it: {error}"
-        ) from error
-
-
-def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """Return the rows with the names of classes for their ids, as categories in the order of the ids.
-
-    An id without a name (the hub's -1) becomes a missing label.
-    """
-    frame = rows.to_pandas()
-    feature = rows.features.get(label)
-    if label and isinstance(feature, datasets.ClassLabel):
-        frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
-    if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
-        names = pd.CategoricalDtype(tags.names)
-        frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in frame[label]]
-    return frame
-
-
-def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
-    """Return the columns that data.columns names, renamed to text, text_pair and label, and checked for the task."""
-    names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
-    if absent := [name for name in names.values() if name not in frame]:
-        raise StageError(
-            f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
-        )
-    frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
-    return task_class(params.task).prepare(frame, names, params.source)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from flows.environment import redaction
 from flows.tracking.mirror import Mirror
 from tasks.config import validation
 from tasks.config.schema import Data, Model, ParamsError
-from tasks.extract import load as load_data
+from tasks.data.reading import load_source
 from tasks.models.base_model import load_base
 from tasks.models.model_io import load
 from tasks.runtime.stage_runner import StageError
@@ -172,7 +172,7 @@ def test_data_files_that_run_code_are_refused(source: str) -> None:
     for name in ("data/raw/rows.pkl", "data/raw/folder/train.pkl"):
         torch.save(Evil(), name)
     with pytest.raises(StageError, match=source):
-        load_data(Data(**{**tiny_params()["data"], "source": source}))
+        load_source(Data(**{**tiny_params()["data"], "source": source}))
 
 
 class Killed(Exception):

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
-from tasks.extract import FORMATS, read_file, split_and_convert
+from tasks.data.reading import files_of_splits, load_source, read_file
+from tasks.data.splitting import split_and_convert
 from tasks.models import task_head
 from tasks.models.base_model import located
 from tasks.models.model_io import UNLOADABLE
@@ -62,7 +63,8 @@ def of_data(
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     section = sections(read())["data"]
     yaml_edit.change(section, changes["data"])
-    labels = split_and_convert(parse(section, Data, PARAMS, "data"))[1]  # raises the errors of the stage extract
+    data = parse(section, Data, PARAMS, "data")
+    _, labels = split_and_convert(load_source(data), data)  # raises the errors of the stage extract
     changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
     knows = task_head.fit(config, kind, labels) == "known"
     return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
@@ -70,9 +72,7 @@ def of_data(
 
 def _files(source: Path) -> dict[str, Path]:
     """Return split → file for a folder with files named by split. If `source` is a file, it is the split train."""
-    if not source.is_dir():
-        return {"train": source}
-    named = {file.stem: file for file in source.iterdir() if file.suffix in FORMATS}
+    named = files_of_splits(source)
     if "train" not in named:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Data
 from tasks.data.hash_sampling import lowest, uniform_hashes
@@ -22,6 +23,21 @@ from tasks.runtime.stage_runner import say
 _PASSAGE = 5000
 """Characters per passage (choice): running text is split between passages. A passage has about a thousand tokens, so
 few blocks are cut."""
+
+
+def split_and_convert(
+    source: Mapping[Split, pd.DataFrame], params: Data
+) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
+    """Return the splits, with labels in the form that models read, and the names of the classes.
+
+    Raises:
+        StageError: a split is empty, or the data do not fit the task.
+    """
+    splits = split_source(source, params)
+    for name, frame in splits.items():
+        if frame.empty:
+            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
+    return splits, task_class(params.task).convert_labels(splits, params)
 
 
 def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -23,7 +21,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import eckart
 from flows.engine import cached_objects
 from tasks import benchmark
-from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches, encoded
 from tasks.nlp_tasks import kind_of
@@ -200,19 +197,6 @@ def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str)
     assert result["rows"] == len(test) == dense["rows"]
     assert result["metric"] == accuracy_score(labels, outputs.argmax(-1))
     assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
-
-
-def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median ratio of 1/1, 2/1 twice, 4/1 twice and 8/8 twice is 2, not the 4/1 of the two medians.
-
-    The interval of the median of seven values is all of them (0.5⁷ < 0.025 < 8 × 0.5⁷).
-    """
-    pairs = [(9.0, 1.0)] * benchmark._WARMUP + [(1.0, 1.0), *2 * [(2.0, 1.0)], *2 * [(4.0, 1.0)], *2 * [(8.0, 8.0)]]
-    ends = itertools.accumulate(itertools.chain.from_iterable(pairs), initial=0.0)
-    clock = itertools.chain.from_iterable(itertools.pairwise(ends))  # is read before and after each forward
-    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    seconds = benchmark.in_rounds(dict.fromkeys(("dense", "candidate"), lambda _: None), {}, 7)
-    assert benchmark.ratio(seconds["dense"], seconds["candidate"]) == Times(median=2.0, low=1.0, high=4.0)
 
 
 def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(

@@ -1,0 +1,139 @@
+"""Read the data set that data.source names: a packaged data set, files under data/raw, or a data set of the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.task_spec import Split
+from tasks.config.schema import Data
+from tasks.data.packaged_datasets import PACKAGED
+from tasks.nlp_tasks import task_class
+from tasks.runtime.stage_runner import say
+
+RAW = Path("data/raw")
+FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+# Only an empty cell is missing: pandas would take words such as None, null and NA for missing cells.
+_CSV = {"keep_default_na": False, "na_values": [""]}
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    ".csv": _CSV,
+    ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
+    ".txt": {"keep_linebreaks": True},  # a row for each line, as in the text data sets of the hub
+}
+# Parts of the loaders' error messages for a file without rows.
+_NO_ROWS = re.compile(
+    "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
+)
+
+
+def load_source(params: Data) -> dict[Split, pd.DataFrame]:
+    """Load the splits that data.splits names, with the columns text, text_pair and label.
+
+    A packaged data set has the training split alone.
+
+    Raises:
+        StageError: the source cannot be read, or lacks a split or a column.
+    """
+    if params.source in PACKAGED:
+        return {"train": _columns(PACKAGED[params.source](), params)}
+    source = _source(params)
+    split_names = params.splits.named()
+    if absent := [name for name in split_names.values() if name not in source]:
+        raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
+    if ignored := [name for name in source if name not in split_names.values()]:
+        say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
+    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
+
+
+def _source(params: Data) -> dict[str, datasets.Dataset]:
+    """Load a file, a folder with one file for each split, or a data set of the hub; return name of the split → rows."""
+    path = Path(os.path.normpath(params.source))
+    inside = path.absolute().is_relative_to(RAW.absolute())
+    if not path.exists() and path.suffix not in FORMATS and not inside:
+        return _from_hub(params)
+    if not path.resolve().is_relative_to(Path.cwd()) or not inside:
+        raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
+    if not path.exists():
+        raise StageError(f"{path} does not exist: correct data.source")
+    return {name: read_file(file) for name, file in files_of_splits(path, params.splits.train).items()}
+
+
+def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
+    """Return name of the split → file, for a folder with files named by split.
+
+    Args:
+        single: name of the split if `path` is itself a file.
+
+    Raises:
+        StageError: no file has a known format, or two files are the same split.
+    """
+    files: dict[str, Path] = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        name = file.stem if path.is_dir() else single
+        if file.suffix not in FORMATS:
+            continue
+        if name in files:
+            raise StageError(f"{files[name]} and {file} are both the split {name}: remove one of them")
+        files[name] = file
+    if not files:
+        raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")
+    return files
+
+
+def read_file(file: Path) -> datasets.Dataset:
+    """Load a file in the format that its suffix names.
+
+    Raises:
+        StageError: the file is empty or does not have this format.
+    """
+    options = _OPTIONS.get(file.suffix, {})
+    try:
+        return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
+    except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
+        cause = error.__cause__ or error
+        if _NO_ROWS.search(repr(cause)):
+            raise StageError(f"{file} is empty: give it rows") from error
+        raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
+
+
+def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
+    try:
+        return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
+    except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
+        raise StageError(
+            f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
+            f"give it: {error}"
+        ) from error
+
+
+def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
+    """Return the rows with the names of classes for their ids, as categories in the order of the ids.
+
+    An id without a name (the hub's -1) becomes a missing label.
+    """
+    frame = rows.to_pandas()
+    feature = rows.features.get(label)
+    if label and isinstance(feature, datasets.ClassLabel):
+        frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
+    if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
+        names = pd.CategoricalDtype(tags.names)
+        frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in frame[label]]
+    return frame
+
+
+def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
+    """Return the columns that data.columns names, renamed to text, text_pair and label, and checked for the task."""
+    names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
+    if absent := [name for name in names.values() if name not in frame]:
+        raise StageError(
+            f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
+        )
+    frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
+    return task_class(params.task).prepare(frame, names, params.source)
