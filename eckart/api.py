@@ -30,10 +30,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.calibration.batches import prepare_batches
+from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import Batch, Loss, Objective, batch_size, predictions_of, row_of
-from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, Statistics, gather, passes
-from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
+from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
+from eckart.calibration.statistics import StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format, lstm
@@ -202,9 +202,8 @@ def compress(
     _check_goal(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
     data = prepare_batches(model, batches)
-    targets = find_targets(
-        model, _first_two(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
-    )
+    few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
+    targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
     problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
@@ -267,17 +266,10 @@ def _calibrate(
     """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
     objective = _objective(model, batches, recipe, kinds, loss)
-    statistics: Statistics = {}
-    if kinds:
-        groups = passes(targets.targets, None)
-        (statistics,) = gather(model, lambda: batches, groups, kinds, objective.loss)
-    messages = [
-        targets.census.warning,
-        padding_warning(model, batches),
-        few_tokens(targets.targets, statistics, sum(map(batch_size, batches))),
-    ]
-    if kinds & {*OF_GRADIENTS}:
-        messages.append(underflow_warning(model, _first_two(batches[0]), targets.targets, objective.loss))
+    messages = [targets.census.warning]
+    groups = passes(targets.targets, None) if kinds else []
+    passed = calibrate(model, lambda: batches, groups, kinds, objective.loss, checked=batches, warn=messages.append)
+    statistics = next(passed, {})
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
     return SearchProblem(
@@ -408,11 +400,6 @@ def _trains_first(recipe: Recipe) -> bool:
 
 def _patterns(given: str | Sequence[str]) -> Sequence[str]:
     return [given] if isinstance(given, str) else given
-
-
-def _first_two(batch: Batch) -> Batch:
-    """Return the first two examples: enough to tell tokens from examples that a router sends to a layer."""
-    return {name: values[:2] for name, values in batch.items()}
 
 
 def _objective(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
+from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, batch_size
-from eckart.calibration.statistics import OF_GRADIENTS, gather, passes, save_statistics
-from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
+from eckart.calibration.statistics import passes, save_statistics
 from eckart.model.attention_products import find_products
 from eckart.model.targets import Targets, find_targets
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
@@ -35,24 +35,30 @@ def importance() -> None:
 
     with explained(), output(IMPORTANCE) as folder:
         targets = _find(model, next(examples(2, 2)), patterns)
-        sampled = [target for target in targets.targets if target.sampled]
-        warn(padding_warning(model, examples(params.batch_size, params.batch_size)))
-        if {*params.statistics} & {*OF_GRADIENTS}:
-            warn(underflow_warning(model, next(examples(2, 2)), sampled, loss))
-        groups, number = passes(sampled, params.layers_at_once), 0
+        groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
+        number = 0  # of the pass
 
         def all_examples() -> Iterator[Batch]:
+            nonlocal number
+            number += 1
             count = 0
             for batch in examples(len(data), params.batch_size):
                 yield batch
                 count += batch_size(batch)
-                say(f"statistics from {count}/{len(data)} examples, pass {number + 1}/{len(groups)}")
+                say(f"statistics from {count}/{len(data)} examples, pass {number}/{len(groups)}")
 
-        for statistics in gather(model, all_examples, groups, params.statistics, loss, params.offload_activations):
-            number += 1  # not by enumerate, which would keep the statistics in memory during the next pass
-            warn(few_tokens(groups[number - 1].targets, statistics, len(data)))
+        for statistics in calibrate(
+            model,
+            all_examples,
+            groups,
+            params.statistics,
+            loss,
+            checked=list(examples(params.batch_size, params.batch_size)),
+            warn=warn,
+            offload_activations=params.offload_activations,
+        ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
-            del statistics
+            del statistics  # frees them before the next pass
         (folder / TARGETS.name).write_text(targets.model_dump_json(indent=2))
 
 

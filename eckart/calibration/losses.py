@@ -125,6 +125,11 @@ def batch_size(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
 
 
+def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
+    """Return the first `count` examples of `batch`."""
+    return {name: values[:count] for name, values in batch.items()}
+
+
 def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
     """Return the example with number `row` as a batch of its own."""
     return {name: values[row : row + 1] for name, values in batch.items()}

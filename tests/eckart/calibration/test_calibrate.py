@@ -1,0 +1,49 @@
+"""Calibration in several passes: the statistics are those of one pass, and warnings name what misleads."""
+
+from __future__ import annotations
+
+import torch
+
+from eckart.calibration.calibrate import calibrate
+from eckart.calibration.losses import mean_loss_times_batch
+from eckart.calibration.statistics import collect, passes
+from eckart.model.targets import find_targets
+from tests import tiny
+
+SAMPLES = tiny.samples(4)
+KINDS = ("inputs", "output_gradients")
+
+
+def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
+    """Four examples have fewer tokens than the layers have inputs."""
+    model, batches = tiny.bert(), tiny.batches(SAMPLES, 2)
+    targets = find_targets(model, batches[0]).targets
+    groups, said, passed = passes(targets, 1), [], []
+
+    def once_more() -> list[dict[str, torch.Tensor]]:
+        passed.append(len(passed))
+        return batches
+
+    parts = list(
+        calibrate(model, once_more, groups, KINDS, mean_loss_times_batch, checked=batches[:1], warn=said.append)
+    )
+    assert len(parts) == len(groups) == len(passed) > 1
+    whole = collect(model, batches, targets, KINDS)
+    for kind in KINDS:
+        together = {key: value for part in parts for key, value in part[kind].items()}
+        assert together.keys() == whole[kind].keys()
+        assert all(torch.equal(value, whole[kind][key]) for key, value in together.items())
+    padding, underflow, *few = said
+    assert padding is underflow is None
+    assert len(few) == len(groups)
+    assert all("fewer tokens" in str(message) for message in few[:2])
+
+
+def test_without_a_group_only_padding_is_checked() -> None:
+    """GPT-2 counts positions from the first column, where it is not told them."""
+    left = tiny.batches(tiny.samples(12), 4, side="left")
+    untold = [{name: values for name, values in batch.items() if name != "position_ids"} for batch in left]
+    said: list[str | None] = []
+    given = calibrate(tiny.gpt2(), lambda: untold, [], [], mean_loss_times_batch, checked=untold, warn=said.append)
+    assert list(given) == []
+    assert [str(message).split()[0] for message in said] == ["padding"]
