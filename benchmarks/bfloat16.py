@@ -18,12 +18,11 @@ import torch
 
 import eckart as eckart  # registers the format of candidates with transformers
 from tasks.artifacts.paths import FINETUNED
-from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
-from tasks.scoring.splits import score_on
+from tasks.scoring.splits import load_scorer
 from tasks.scoring.timing import in_rounds, in_torch, ratio
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,13 +43,16 @@ def main() -> None:
     quiet()
     threads, settings = section("threads", Threads).candidate, section("benchmark", Benchmark)
     torch.set_num_threads(threads)
+    scorer = load_scorer("test")
     names, models, scores = ["dense", *asked.candidates], {}, {}
     for name, (kind, dtype) in product(names, TYPES.items()):
-        model, tokenizer = load(TEACHER if name == "dense" else FINETUNED / name, kind_of(load_task()).auto, dtype)
+        model, tokenizer = load(TEACHER if name == "dense" else FINETUNED / name, kind_of(scorer.task).auto, dtype)
         models[name, kind] = model.eval()
     for name in names:
         with redirect_stdout(sys.stderr):
-            scores[name] = score_on("test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16").score.metric
+            scores[name] = scorer.score_on(
+                "test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16"
+            ).score.metric
     rows, tokens = settings.shapes[0]
     inputs = random_inputs(models["dense", "float32"], rows, tokens)
     taken = in_rounds({way: partial(in_torch, model) for way, model in models.items()}, inputs, settings.repetitions)

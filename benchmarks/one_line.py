@@ -27,7 +27,7 @@ from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
-from tasks.scoring.splits import score_on
+from tasks.scoring.splits import load_scorer
 from tasks.scoring.timing import Forward, in_rounds, ratio
 
 ONE_LINE = "dense, one line"
@@ -46,7 +46,7 @@ def metric(file: Path, threads: int) -> float:
     model, tokenizer = load(TEACHER, kind_of(load_task()).auto)
     onnx.answer_by(model, onnx.runner(file, threads))
     with redirect_stdout(sys.stderr):
-        return score_on("test", model, tokenizer, str(file)).score.metric
+        return load_scorer("test").score_on("test", model, tokenizer, str(file)).score.metric
 
 
 def rows(files: dict[str, Path], forwards: dict[str, Forward], cases: dict[str, Batch], threads: int) -> Iterator[str]:

@@ -8,32 +8,36 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
-from tasks.artifacts.task_spec import load_split, load_task
+from tasks.artifacts.task_spec import load_split
 from tasks.config.schema import Model, section
 from tasks.models import licence, task_head
 from tasks.models.model_io import CONTROL, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
-from tasks.scoring.bootstrap import interval, metric_of_all, resampled
-from tasks.scoring.splits import all_scores, same_weights, write_rows
-from tasks.scoring.trivial_baseline import TRIVIAL, warning
+from tasks.scoring.splits import load_scorer, same_weights, write_rows
+from tasks.scoring.trivial_baseline import TRIVIAL, compare
 
 
 def dense() -> None:
     """Score the original model and the control in the same way as candidates; score the trivial baseline."""
-    task = load_task()
-    model, tokenizer = _load(TEACHER)
-    scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
-    trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), tokenizer)
-    trivial = metric_of_all(task, trivial_rows)
-    say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
-    drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
-    difference = interval(drawn["dense"] - drawn[TRIVIAL])
-    warn(warning(task, scores.score.metric, trivial, difference, len(trivial_rows)))
+    scorer, train = load_scorer("test", "validation"), load_split("train")
+    task, kind, device_map = scorer.task, kind_of(scorer.task), section("model", Model).device_map
+
+    def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        model, tokenizer = load(folder, kind.auto, device_map=device_map)
+        place(model)
+        return model, tokenizer
+
+    model, tokenizer = load_model(TEACHER)
+    scores, rows = control, control_rows = scorer.all_scores(model, tokenizer, "dense")
+    trivial_rows = kind.trivial(train, scorer.splits["test"], tokenizer)
+    trivial, warning = compare(task, scores.score.metric, rows["test"], trivial_rows)
+    say(f"trivial baseline, {kind.trivial_answer}: {task.metric} {trivial:.4f}")
+    warn(warning)
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
-        control, control_rows = all_scores(*_load(CONTROL), "control")
+        control, control_rows = scorer.all_scores(*load_model(CONTROL), "control")
     write_rows("dense", {"dense": rows, "control": control_rows, TRIVIAL: {"test": trivial_rows}})
     result = DenseReport(
         **dict(scores),
@@ -44,12 +48,6 @@ def dense() -> None:
         head=task_head.noted(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
-
-
-def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model, tokenizer = load(folder, kind_of(load_task()).auto, device_map=section("model", Model).device_map)
-    place(model)
-    return model, tokenizer
 
 
 if __name__ == "__main__":

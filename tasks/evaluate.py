@@ -28,14 +28,13 @@ from tasks.artifacts.paths import (
     source_model,
 )
 from tasks.artifacts.results_schema import Evaluation, TargetSize
-from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Evaluate, Model, section
-from tasks.data.loading import batches, encoded
+from tasks.config.schema import Model, section
+from tasks.data.loading import batches
 from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import StageError, run_candidate
-from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
+from tasks.scoring.splits import Rows, Scorer, load_scorer, same_weights, write_rows
 
 
 class EvaluationParts(BaseModel):
@@ -52,23 +51,31 @@ def evaluate(recipe: str, keep: str) -> None:
         StageError: the fine-tuned model has more parameters than its budget.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
+    scorer, device_map = load_scorer("test", "validation"), section("model", Model).device_map
+    kind = kind_of(scorer.task)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)
-    shaped = score_on("test", *_load(RANKS / name / SHAPED), "shaped").score if decision.as_shaped else None
-    model, tokenizer = _load(FACTORIZED / name)
-    before = None if residual_rows(model) else score_on("test", model, tokenizer, "factorized")
-    model, tokenizer = _load(FINETUNED / name)
+
+    def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        return load(folder, kind.auto, device_map=device_map)
+
+    shaped = None
+    if decision.as_shaped:
+        shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score
+    model, tokenizer = load_model(FACTORIZED / name)
+    before = None if residual_rows(model) else scorer.score_on("test", model, tokenizer, "factorized")
+    model, tokenizer = load_model(FINETUNED / name)
     place(model)
     from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
-    alone = _losses_alone(name, targets, decision) if from_teacher else {}
+    alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
     unchanged = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
-    scores, rows = all_scores(model, tokenizer, "recovered", unchanged)
+    scores, rows = scorer.all_scores(model, tokenizer, "recovered", unchanged)
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,
         recovered=scores.score,
         validation=scores.validation,
-        size=size(model, FINETUNED / name, load_task().max_length),
+        size=size(model, FINETUNED / name, scorer.task.max_length),
         zero_shot=scores.zero_shot,
         continuations=scores.continuations,
         targets=sizes,
@@ -84,22 +91,17 @@ def evaluate(recipe: str, keep: str) -> None:
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
 
 
-def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load(folder, kind_of(load_task()).auto, device_map=section("model", Model).device_map)
-
-
-def _losses_alone(name: str, targets: Sequence[Target], decision: Decision) -> dict[str, float]:
+def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scorer: Scorer) -> dict[str, float]:
     """Return, for each target, the increase of the loss when only this target is factorized.
 
     Empty if evaluate.probes is 0, or if the search predicted no losses for comparison.
     """
-    settings, task = section("evaluate", Evaluate), load_task()
+    settings, kind = scorer.settings, kind_of(scorer.task)
     if not settings.probes or decision.predicted_loss is None:
         return {}
-    kind = kind_of(task)
     (dense, tokenizer), (small, _) = load(TEACHER, kind.auto), load(FACTORIZED / name, kind.auto)
     place(small)
-    data = encoded("validation", tokenizer)
+    data = kind.encode(scorer.splits["validation"], tokenizer, "validation")
     probes = data.select(range(min(settings.probes, len(data))))
     examples = list(batches(probes, kind.collate(tokenizer, dense), settings.batch_size, place(dense)))
     with_rank = [target for target in targets if decision.ranks[target.name] is not None]

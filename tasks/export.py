@@ -5,14 +5,14 @@ from __future__ import annotations
 import eckart as eckart  # teaches transformers to load the candidate
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FINETUNED
-from tasks.exporting.onnx import export_and_score
+from tasks.exporting.onnx import export_model
 from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:
     """Write the fine-tuned model as ONNX files and score them in onnxruntime."""
     name = candidate_name(recipe, keep)
-    export_and_score(name, FINETUNED / name)
+    export_model(name, FINETUNED / name)
 
 
 if __name__ == "__main__":

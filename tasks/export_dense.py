@@ -7,7 +7,7 @@ import pandas as pd
 from tasks.artifacts.paths import EXPORTS, ONNX, exported_name
 from tasks.artifacts.results_schema import rows_file
 from tasks.config.schema import Export, section
-from tasks.exporting.onnx import export_and_score
+from tasks.exporting.onnx import export_model
 from tasks.models.model_io import TEACHER
 from tasks.runtime.stage_runner import output, run
 
@@ -15,7 +15,7 @@ from tasks.runtime.stage_runner import output, run
 def export_dense() -> None:
     """Export and score the original model, or write empty files if no candidate is exported."""
     if section("export", Export).recipes:
-        export_and_score("dense", TEACHER)
+        export_model("dense", TEACHER)
         return
     with output(ONNX / "dense"):  # DVC wants every output to exist
         for file in (rows_file(exported_name("dense")), EXPORTS / "dense.json"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
+import pandas as pd
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,48 +13,73 @@ from eckart import onnx
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
-from tasks.artifacts.task_spec import SPLITS, load_task
-from tasks.data.loading import batches, encoded
+from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
+from tasks.data.loading import batches
 from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
-from tasks.scoring.splits import Rows, score_on, write_rows
+from tasks.scoring.splits import Rows, Scorer, load_scorer, write_rows
 
 _EXAMPLES = 256  # most examples of a split
 _BATCH = 32  # examples
 # Most blocks of a split for language models. They are run one by one: each token has logits for the whole vocabulary.
-_BLOCKS = {"test": 8, "calibration": 16}
+_BLOCKS: Mapping[Split, int] = {"test": 8, "calibration": 16}
 
 
-def export_and_score(name: str, folder: Path) -> None:
-    """Write the model in `folder` as ONNX, in float32 and in int8, and score both on the test split.
+def export_model(name: str, source: Path) -> None:
+    """Write the model in the folder `source` as ONNX, in float32 and in int8, and the scores of both.
 
     Raises:
         StageError: the model cannot be exported.
     """
     quiet()
-    task = load_task()
-    model, tokenizer = load(folder, kind_of(task).auto, torch.float32)
-    files: dict[Runtime, ExportedFile] = {}
-    rows: dict[str, Rows] = {}
-    with output(ONNX / name) as out:
-        try:
-            onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _examples("test", model, tokenizer))
-            from eckart.onnx.int8 import quantize  # needs the extra, which `export` has checked
-
-            calibration = _examples("calibration", model, tokenizer)
-            quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
-            for runtime, file in ONNX_FILES.items():
-                onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
-                scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
-                parts = out.glob(f"{file}*")  # large models store their weights beside the file
-                files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
-                rows[runtime] = {"test": scored.rows}
-        except onnx.ExportError as error:
-            raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
+    scorer, calibration = load_scorer("test"), load_split("calibration")
+    model, tokenizer = load(source, kind_of(scorer.task).auto, torch.float32)
+    with output(ONNX / name) as folder:
+        files, rows = export_and_score(model, tokenizer, folder, scorer, calibration, name)
     write_rows(exported_name(name), rows)
     EXPORTS.mkdir(parents=True, exist_ok=True)
-    (EXPORTS / f"{name}.json").write_text(Exports.model_validate(files).model_dump_json(indent=2))
+    (EXPORTS / f"{name}.json").write_text(files.model_dump_json(indent=2))
+
+
+def export_and_score(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    scorer: Scorer,
+    calibration: pd.DataFrame,
+    name: str,
+) -> tuple[Exports, dict[str, Rows]]:
+    """Write a model as ONNX to `folder`, in float32 and in int8, and score both on the test split.
+
+    Args:
+        calibration: examples for the quantization.
+        name: name of the model in messages.
+
+    Returns:
+        The scores and sizes of the files, and runtime → per-example results.
+
+    Raises:
+        StageError: the model cannot be exported.
+    """
+    files: dict[Runtime, ExportedFile] = {}
+    rows: dict[str, Rows] = {}
+    try:
+        test = _examples("test", scorer.splits["test"], scorer.task, model, tokenizer)
+        onnx.export(model, tokenizer, folder / ONNX_FILES["onnx"], test)
+        from eckart.onnx.int8 import quantize  # needs the extra, which `export` has checked
+
+        sample = _examples("calibration", calibration, scorer.task, model, tokenizer)
+        quantize(folder / ONNX_FILES["onnx"], folder / ONNX_FILES["int8"], sample)
+        for runtime, file in ONNX_FILES.items():
+            onnx.answer_by(model, onnx.runner(folder / file, torch.get_num_threads()))
+            scored = scorer.score_on("test", model, tokenizer, f"{name} in {runtime}")
+            parts = folder.glob(f"{file}*")  # large models store their weights beside the file
+            files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
+            rows[runtime] = {"test": scored.rows}
+    except onnx.ExportError as error:
+        raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
+    return Exports.model_validate(files), rows
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
@@ -75,8 +100,8 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{file}: write a file name that ends with .onnx")
     folder = folder_of(name)
     quiet()
-    in_study = (SPLITS / "task.json").exists()
-    auto = kind_of(load_task()).auto if in_study else AutoModelForSequenceClassification
+    task = load_task() if (SPLITS / "task.json").exists() else None
+    auto = kind_of(task).auto if task else AutoModelForSequenceClassification
     try:
         model, tokenizer = load(folder, auto, torch.float32)
     except UNLOADABLE as error:
@@ -84,7 +109,10 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     if type(model).__name__ not in (model.config.architectures or ()):
         raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
     test, calibration = (
-        _examples(split, model, tokenizer) if folder.parent == FINETUNED else () for split in ("test", "calibration")
+        _examples(split, load_split(split), task, model, tokenizer)
+        if task and folder.parent == FINETUNED and (SPLITS / f"{split}.parquet").exists()
+        else ()
+        for split in _BLOCKS
     )
     try:
         result = onnx.export(model, tokenizer, file, test, int8, calibration)
@@ -116,11 +144,11 @@ def folder_of(name: str) -> Path:
 
 
 def _examples(
-    split: Literal["test", "calibration"], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    split: Split, frame: pd.DataFrame, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Batch]:
-    """Yield batches of the first examples of a split; nothing if the split does not exist."""
-    if (SPLITS / f"{split}.parquet").exists():
-        task, data = load_task(), encoded(split, tokenizer)
-        count, size = (_BLOCKS[split], 1) if kind_of(task).running_text else (_EXAMPLES, _BATCH)
-        chosen = data.select(range(min(count, len(data))))
-        yield from batches(chosen, kind_of(task).collate(tokenizer, model), size, "cpu")
+    """Yield batches of the first examples of a split."""
+    kind = kind_of(task)
+    data = kind.encode(frame, tokenizer, split)
+    count, size = (_BLOCKS[split], 1) if kind.running_text else (_EXAMPLES, _BATCH)
+    chosen = data.select(range(min(count, len(data))))
+    yield from batches(chosen, kind.collate(tokenizer, model), size, "cpu")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import Continuation
-from tasks.artifacts.task_spec import load_split, load_task
+from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import inputs_device
 
@@ -14,16 +15,17 @@ _COUNT = 3  # texts: enough to judge a model, and few enough to read
 
 
 @torch.inference_mode()
-def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
+def continuations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, test: pd.DataFrame, tokens: int
+) -> tuple[Continuation, ...]:
     """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modelling.
 
     Beginning and continuation have `tokens` tokens, but at most half a block, so that the model has positions for both.
     """
-    task = load_task()
     kind, tokens = kind_of(task), min(tokens, task.max_length // 2)
     if not kind.running_text or not tokens:
         return ()
-    blocks = kind.columns(load_split("test"), tokenizer, "test")["input_ids"]
+    blocks = kind.columns(test, tokenizer, "test")["input_ids"]
     places = sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})
     ids = torch.from_numpy(blocks[places][:, :tokens]).to(inputs_device(model))
     written = model.eval().generate(

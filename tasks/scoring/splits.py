@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import Scores, rows_file
-from tasks.artifacts.task_spec import Split, load_split, load_task
+from tasks.artifacts.task_spec import Split, Task, load_split, load_task
 from tasks.config.schema import Evaluate, section
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Scored
@@ -25,31 +26,46 @@ Rows = Mapping[Split, pd.DataFrame]
 """Split → per-example results (`Scored.rows`)."""
 
 
-def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
-    """Score a model on all rows of a split, and log the score with the model's `name`."""
-    task = load_task()
-    size = section("evaluate", Evaluate).batch_size
-    scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
-    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
-    return scored
+@dataclass(frozen=True)
+class Scorer:
+    """Task, settings and examples with which all models of a study are scored.
 
-
-def all_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
-) -> tuple[Scores, Rows]:
-    """Return all scores of a model that may be promoted, and its per-example results.
-
-    `scored` is its score on the test split, if it was computed before.
+    Attributes:
+        splits: split → its examples.
     """
-    test, settings = scored or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
-    validation = score_on("validation", model, tokenizer, name)
-    scores = Scores(
-        score=test.score,
-        validation=validation.score,
-        zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
-        continuations=continuations(model, tokenizer, settings.continuation),
-    )
-    return scores, {"test": test.rows, "validation": validation.rows}
+
+    task: Task
+    settings: Evaluate
+    splits: Mapping[Split, pd.DataFrame]
+
+    def score_on(self, split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
+        """Score a model on all examples of a split, and log the score with the model's `name`."""
+        size = self.settings.batch_size
+        scored = kind_of(self.task).score(model, tokenizer, self.splits[split], size, split)
+        say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
+        return scored
+
+    def all_scores(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
+    ) -> tuple[Scores, Rows]:
+        """Return all scores of a model that may be promoted, and its per-example results.
+
+        `scored` is its score on the test split, if it was computed before.
+        """
+        test, settings = scored or self.score_on("test", model, tokenizer, name), self.settings
+        validation = self.score_on("validation", model, tokenizer, name)
+        scores = Scores(
+            score=test.score,
+            validation=validation.score,
+            zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
+            continuations=continuations(model, tokenizer, self.task, self.splits["test"], settings.continuation),
+        )
+        return scores, {"test": test.rows, "validation": validation.rows}
+
+
+def load_scorer(*splits: Split) -> Scorer:
+    """Load the task, the settings and these splits of the study in the current folder."""
+    return Scorer(load_task(), section("evaluate", Evaluate), {split: load_split(split) for split in splits})
 
 
 def same_weights(before: Path, after: Path) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
+
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
-from tasks.scoring.bootstrap import Interval
+from tasks.scoring.bootstrap import Interval, interval, metric_of_all, resampled
 
 TRIVIAL = "trivial"
 """Name of the baseline in the file of per-example results of the original model."""
@@ -28,6 +30,20 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
     if METRICS[task.metric].bounded:
         return (dense - trivial) / (1 - trivial) if trivial < 1 else 0.0
     return 1 - math.log(dense) / math.log(trivial) if trivial > 1 else 0.0
+
+
+def compare(task: Task, dense: float, dense_rows: pd.DataFrame, trivial_rows: pd.DataFrame) -> tuple[float, str | None]:
+    """Compare the original model, with the metric `dense`, with the baseline.
+
+    The per-example results are those of the two on the same test examples.
+
+    Returns:
+        The metric of the baseline, and a warning or None (see `warning`).
+    """
+    trivial = metric_of_all(task, trivial_rows)
+    drawn = resampled(task, {"dense": dense_rows, TRIVIAL: trivial_rows})
+    difference = interval(drawn["dense"] - drawn[TRIVIAL])
+    return trivial, warning(task, dense, trivial, difference, len(trivial_rows))
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:

@@ -6,29 +6,22 @@ import pandas as pd
 import pytest
 import torch
 
-from tasks.artifacts.task_spec import SPLITS, Task
+from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tasks.scoring.generation_samples import continuations
 from tests.tasks.nlp_tasks.test_language_modeling import END, TEXT, model, task, tokenizer
 from tests.workspace import a_task
 
-pytestmark = pytest.mark.usefixtures("workspace")
-
-
-def write_test_split(spec: Task, text: str = TEXT) -> None:
-    SPLITS.mkdir(parents=True)
-    (SPLITS / "task.json").write_text(spec.model_dump_json())
-    pd.DataFrame({"text": [text]}).to_parquet(SPLITS / "test.parquet")
+TEST = pd.DataFrame({"text": [TEXT]})
 
 
 def test_a_continuation_is_the_likeliest_token_after_token() -> None:
     """Behind the first tokens of the first block, of that a third and of that two thirds into the split."""
-    write_test_split(task(16))
     llama, words = model().train(), tokenizer()
     for layer in llama.model.layers:
         layer.self_attn.attention_dropout = 0.9  # which is off
-    blocks = kind_of(task(16)).encode(pd.DataFrame({"text": [TEXT]}), words, "test")["input_ids"]
-    samples = continuations(llama, words, 5)
+    blocks = kind_of(task(16)).encode(TEST, words, "test")["input_ids"]
+    samples = continuations(llama, words, task(16), TEST, 5)
     for part, sample in zip(range(3), samples, strict=True):
         ids = blocks[part * len(blocks) // 3][:5]
         assert sample.beginning == words.decode(ids)
@@ -42,19 +35,18 @@ def test_a_continuation_is_the_likeliest_token_after_token() -> None:
 
 
 def test_no_more_than_half_a_block_is_read_and_nothing_behind_the_end() -> None:
-    write_test_split(task(8))
     llama = model()
-    assert {len(sample.beginning) for sample in continuations(llama, tokenizer(), 1000)} == {4}
+    assert {len(sample.beginning) for sample in continuations(llama, tokenizer(), task(8), TEST, 1000)} == {4}
     llama.lm_head = torch.nn.Linear(16, END + 1)
     with torch.no_grad():  # whatever it reads, the end is likeliest
         llama.lm_head.weight.zero_()
         llama.lm_head.bias.copy_(torch.arange(END + 1))
-    assert {sample.text for sample in continuations(llama, tokenizer(), 4)} == {""}
+    assert {sample.text for sample in continuations(llama, tokenizer(), task(8), TEST, 4)} == {""}
 
 
 def test_fewer_blocks_give_fewer_texts() -> None:
-    write_test_split(task(8), "the plot is dull")  # 16 bytes
-    assert [sample.beginning for sample in continuations(model(), tokenizer(), 4)] == ["the ", " is "]
+    short = pd.DataFrame({"text": ["the plot is dull"]})  # 16 bytes
+    assert [sample.beginning for sample in continuations(model(), tokenizer(), task(8), short, 4)] == ["the ", " is "]
 
 
 @pytest.mark.parametrize(
@@ -63,5 +55,4 @@ def test_fewer_blocks_give_fewer_texts() -> None:
     ids=["none is asked for", "no room", "no language model"],
 )
 def test_nothing_is_written(spec: Task, tokens: int) -> None:
-    write_test_split(spec)
-    assert continuations(model(), tokenizer(), tokens) == ()
+    assert continuations(model(), tokenizer(), spec, TEST, tokens) == ()

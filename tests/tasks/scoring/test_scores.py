@@ -11,8 +11,10 @@ import torch
 from transformers import BertForSequenceClassification, PreTrainedModel
 
 from tasks.artifacts.task_spec import Task
+from tasks.config.schema import Evaluate
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
+from tasks.scoring.splits import Scorer
 from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 
 
@@ -86,3 +88,17 @@ def test_one_output_that_is_not_finite_is_an_error(value: float) -> None:
     for broken in (model, words):
         with pytest.raises(StageError):
             kind_of(task("accuracy")).score(broken, tiny_tokenizer(), rows(), 8, "test")
+
+
+def test_a_model_is_scored_on_both_splits_unless_its_test_score_is_given() -> None:
+    frame = reviews().assign(label=lambda rows: (rows["label"] == "positive").astype(int))
+    splits = {"validation": frame[:8], "test": frame[20:40]}
+    scorer = Scorer(task("accuracy"), Evaluate(batch_size=4), splits)
+    model = BertForSequenceClassification(tiny_config()).eval()
+    scores, rows = scorer.all_scores(model, tiny_tokenizer(), "tiny")
+    assert {split: len(results) for split, results in rows.items()} == {"test": 20, "validation": 8}
+    assert (scores.score.rows, scores.validation.rows) == (20, 8)
+    given = scorer.score_on("validation", model, tiny_tokenizer(), "another")
+    again, rows = scorer.all_scores(model, tiny_tokenizer(), "tiny", given)
+    assert again.score == given.score == scores.validation
+    assert rows["test"] is given.rows
