@@ -6,18 +6,47 @@ further training, so a comparison with it shows the effect of the compression al
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel, set_seed
+
 from eckart.recovery import Recovery
+from eckart.recovery.recovery_problem import RecoveryProblem
 from tasks.artifacts.results_schema import CONTROL_CURVE
-from tasks.config.schema import section
-from tasks.models.model_io import CONTROL, TEACHER
-from tasks.runtime.stage_runner import run
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Seed, Trainer, section
+from tasks.data.loading import encoded
+from tasks.models.model_io import CONTROL, TEACHER, load, save
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
+from tasks.runtime.stage_runner import explained, output, run
 from tasks.training.recovery import recover
 
 
 def control() -> None:
     """Fine-tune the original model like the candidates of `study.control`; zero steps leave it unchanged."""
-    recipe = section("study.control", str)
-    recover(TEACHER, CONTROL, CONTROL_CURVE, section(f"recipes.{recipe}.recovery", Recovery))
+    recovery = section(f"recipes.{section('study.control', str)}.recovery", Recovery)
+    seed, trainer, kind = section("seed", Seed), section("trainer", Trainer), kind_of(load_task())
+    set_seed(seed)
+    model, tokenizer = load(TEACHER, kind.auto)
+    place(model)
+
+    def teacher() -> PreTrainedModel:
+        original, _ = load(TEACHER, kind.auto)
+        place(original)
+        return original
+
+    problem = RecoveryProblem(
+        model=model,
+        targets=(),
+        keep=1.0,
+        seed=seed,
+        objective=kind.objective(),
+        teacher=teacher,
+        source=lambda: load(TEACHER, kind.auto)[0],
+    )
+    with explained(), output(CONTROL) as folder:
+        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        recover(problem, recovery, data, collate, CONTROL_CURVE, trainer)
+        save(model, tokenizer, folder)
 
 
 if __name__ == "__main__":

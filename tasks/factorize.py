@@ -10,7 +10,6 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.weightings import Weighting
-from eckart.model import hf_format
 from eckart.model.layers import factorized
 from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
@@ -20,7 +19,7 @@ from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Count, Model, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load
+from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
@@ -62,8 +61,7 @@ def factorize(recipe: str, keep: str) -> None:
             residual=parts.residual is not None,
         )
     with output(FACTORIZED / name) as folder:
-        hf_format.save(model, folder)
-        tokenizer.save_pretrained(folder)
+        save(model, tokenizer, folder)
     say(f"{len(factorized(model))} linear layers factorized, {model.num_parameters():,} parameters in all")
 
 

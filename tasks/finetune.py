@@ -4,16 +4,22 @@ curve."""
 from __future__ import annotations
 
 from pydantic import BaseModel
+from transformers import PreTrainedModel, set_seed
 
 from eckart.model.targets import Storage, Targets
 from eckart.recipe_parts import Source, train_together
 from eckart.recovery import Recovery
+from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, TARGETS, source_model
-from tasks.config.schema import section
-from tasks.models.model_io import DENSE
-from tasks.runtime.stage_runner import run_candidate
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Seed, Trainer, section
+from tasks.data.loading import encoded
+from tasks.models.model_io import DENSE, TEACHER, load, save
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
+from tasks.runtime.stage_runner import explained, output, run_candidate
 from tasks.training.recovery import recover
 
 
@@ -29,17 +35,30 @@ class RecoveryParts(BaseModel):
 def finetune(recipe: str, keep: str) -> None:
     """Fine-tune the factorized model as the recipe says, then convert the factors to the recipe's storage."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", RecoveryParts)
-    recover(
-        FACTORIZED / name,
-        FINETUNED / name,
-        CURVES / f"{name}.jsonl",
-        parts.recovery,
-        residual=parts.residual,
+    seed, trainer, kind = section("seed", Seed), section("trainer", Trainer), kind_of(load_task())
+    set_seed(seed)
+    model, tokenizer = load(FACTORIZED / name, kind.auto)
+    place(model)
+
+    def teacher() -> PreTrainedModel:
+        original, _ = load(TEACHER, kind.auto)
+        place(original)
+        return original
+
+    problem = RecoveryProblem(
+        model=model,
         targets=Targets.model_validate_json(TARGETS.read_text()).targets,
         keep=float(keep),
-        storage=parts.storage,
-        source=source_model(name, DENSE[parts.source]),
+        seed=seed,
+        objective=kind.objective(),
+        teacher=teacher,
+        source=lambda: load(source_model(name, DENSE[parts.source]), kind.auto)[0],
     )
+    curve = CURVES / f"{name}.jsonl"
+    with explained(), output(FINETUNED / name) as folder:
+        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        recover(problem, parts.recovery, data, collate, curve, trainer, residual=parts.residual, storage=parts.storage)
+        save(model, tokenizer, folder)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,21 @@ computed are saved there, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from datasets import Dataset
 from pydantic import BaseModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from eckart.calibration.losses import Batch, Loss
 from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.weightings import Weighting
-from eckart.model import hf_format
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
-from eckart.ranks.search import Shaped, search_ranks
+from eckart.ranks.search import ChosenRanks, Shaped, search_ranks
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
@@ -28,10 +29,10 @@ from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS, Decision
-from tasks.artifacts.task_spec import load_task
+from tasks.artifacts.task_spec import Split, load_task
 from tasks.config.schema import Count, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load
+from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import Collate, place
 from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
@@ -52,12 +53,21 @@ class SearchParts(BaseModel):
 def search(recipe: str, keep: str) -> None:
     """Search the rank of every target; save the ranks, the predicted loss, and the model if its weights changed."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
-    task, seed = load_task(), section("seed", Seed)
-    set_seed(seed)
-    kind = kind_of(task)
+    seed, trainer, batch = section("seed", Seed), section("trainer", Trainer), section("importance.batch_size", Count)
+    kind = kind_of(load_task())
     objective = kind.objective(section("importance.labels", Labels))
+    set_seed(seed)
     model, tokenizer = load(DENSE[parts.source], kind.auto)
-    data = _Data(model, tokenizer, kind.collate(tokenizer, model), objective.training_loss, seed, name)
+    data = _Data(
+        model,
+        kind.collate(tokenizer, model),
+        lambda split: encoded(split, tokenizer),
+        batch,
+        objective.training_loss,
+        seed,
+        trainer,
+        SEARCH_CURVES / f"{name}.jsonl",
+    )
     problem = SearchProblem(
         model=model,
         targets=Targets.model_validate_json(TARGETS.read_text()).targets,
@@ -73,24 +83,13 @@ def search(recipe: str, keep: str) -> None:
         chosen = search_ranks(
             problem, parts.ranks, shaping=parts.shaping, residual=parts.residual, storage=parts.storage
         )
-        before, after = chosen.parameters
-        decision = Decision(
-            keep=float(keep),
-            ranks=dict(chosen.ranks),
-            predicted_loss=chosen.predicted_loss,
-            parameters_before=before,
-            parameters_after=after,
-            steps=data.steps,
-            average_rank=chosen.shaped and chosen.shaped.average_rank,
-            as_shaped=chosen.shaped is not None and not chosen.changed,
-        )
+        decision = _decision(chosen, float(keep), data.steps)
         _report(decision, chosen.shaped)
         (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
         if chosen.shaped:
             save_statistics(chosen.shaped.scores, folder / SCORES)
         if chosen.shaped or chosen.changed:
-            hf_format.save(model, folder / SHAPED)
-            tokenizer.save_pretrained(folder / SHAPED)
+            save(model, tokenizer, folder / SHAPED)
 
 
 @dataclass
@@ -98,23 +97,26 @@ class _Data:
     """Model and data of a search; all trainings of the model append to one training curve."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     collate: Collate
+    encoded: Callable[[Split], Dataset]
+    """Function that returns the tokenized examples of a split: a search that does not train needs no training data."""
+    batch_size: int
+    """Examples in each batch of `calibration`."""
     loss: Loss | None
     seed: int
-    name: str
+    trainer: Trainer
+    curve: Path
     steps: int = 0
     """Training steps taken so far."""
 
     def __post_init__(self) -> None:
-        self.curve = SEARCH_CURVES / f"{self.name}.jsonl"
         self.curve.parent.mkdir(parents=True, exist_ok=True)
         if leads():
             self.curve.write_text("")
 
     def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
         """Train the model on at most `rows` random examples of the training split, then move it to the CPU."""
-        data = encoded("train", self.tokenizer)
+        data = self.encoded("train")
         if rows is not None and rows < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
             data = data.select(order[:rows].tolist())
@@ -128,15 +130,29 @@ class _Data:
             rules=[rule],
             before=self.steps,
             loss=self.loss,
-            **section("trainer", Trainer).options(),
+            **self.trainer.options(),
         )
         self.model.cpu()
 
     def calibration(self, rows: int) -> Sequence[Batch]:
         """Move the model to the accelerator; return the first `rows` calibration examples there, in batches."""
-        data = encoded("calibration", self.tokenizer)
+        data = self.encoded("calibration")
         data = data.select(range(min(rows, len(data))))
-        return list(batches(data, self.collate, section("importance.batch_size", Count), place(self.model)))
+        return list(batches(data, self.collate, self.batch_size, place(self.model)))
+
+
+def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
+    before, after = chosen.parameters
+    return Decision(
+        keep=keep,
+        ranks=dict(chosen.ranks),
+        predicted_loss=chosen.predicted_loss,
+        parameters_before=before,
+        parameters_after=after,
+        steps=steps,
+        average_rank=chosen.shaped and chosen.shaped.average_rank,
+        as_shaped=chosen.shaped is not None and not chosen.changed,
+    )
 
 
 def _report(decision: Decision, shaped: Shaped | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
-from eckart.model.hf_format import forget_needed
+from eckart.model import hf_format
 from eckart.model.macs import macs
 from tasks.artifacts.results_schema import Size
 from tasks.nlp_tasks._prediction import inputs_device
@@ -50,6 +50,12 @@ def load(
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model, factorized or not, and its tokenizer as a Hugging Face folder."""
+    hf_format.save(model, folder)
+    tokenizer.save_pretrained(folder)
+
+
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
     """Raise OSError if transformers would read weights from a pickle, which could run code.
 
@@ -64,7 +70,7 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
     """
     if find_adapter_config_file(str(source), revision=revision):
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
-    forget_needed(config)
+    hf_format.forget_needed(config)
     named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
     files = [named]
     if named.endswith(".json"):

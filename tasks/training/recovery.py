@@ -2,77 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, set_seed
+from datasets import Dataset
 
 from eckart.factorization.pivoted_storage import pivot
-from eckart.model import hf_format
-from eckart.model.targets import Storage, Target
+from eckart.model.targets import Storage
 from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
-from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Seed, Trainer, section
-from tasks.data.loading import encoded
-from tasks.models.model_io import TEACHER, load
-from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import explained, output
+from tasks.config.schema import Trainer
+from tasks.nlp_tasks._prediction import Collate
 from tasks.training.loop import train
 
 
 def recover(
-    model_from: Path,
-    to: Path,
-    curve: Path,
+    problem: RecoveryProblem,
     recovery: Recovery,
+    data: Dataset,
+    collate: Collate,
+    curve: Path,
+    trainer: Trainer,
     *,
     residual: Residual | None = None,
-    targets: Sequence[Target] = (),
-    keep: float = 1.0,
     storage: Storage = "factors",
-    source: Path = TEACHER,
 ) -> None:
-    """Train the model in the folder `model_from` on the task, and save it in the folder `to`.
+    """Train the model of `problem` on the task in place.
 
     Args:
+        data: training examples.
+        collate: function that makes a batch from examples of `data`.
         curve: file of the training curve.
         residual: method that prunes a residual during the first training; None if the model has no residual.
-        storage: the form in which factors are saved; they are trained as factors in any case.
-        source: folder of the dense model whose weights were factorized.
+        storage: the form to which the factors are converted at the end; they are trained as factors in any case.
     """
-    seed, trainer = section("seed", Seed), section("trainer", Trainer)
-    set_seed(seed)
-    task = load_task()
-    kind = kind_of(task)
-    objective = kind.objective()
-    model, tokenizer = load(model_from, kind.auto)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)  # type: ignore[arg-type]
-
-    def dense(folder: Path) -> PreTrainedModel:
-        return load(folder, kind.auto)[0]
-
-    problem = RecoveryProblem(
-        model=model,
-        targets=tuple(targets),
-        keep=keep,
-        seed=seed,
-        objective=objective,
-        teacher=lambda: dense(TEACHER).to(device),  # type: ignore[arg-type]
-        source=lambda: dense(source),
-    )
-    with explained(), output(to) as folder:
-        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        steps = 0
-        for training in recovery.trainings.values():
-            rules = [residual.rule(problem, training.steps)] if residual and not steps else []
-            rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
-            options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
-            steps += train(model, collate, data, curve, **options, rules=rules, before=steps)
-        if storage == "pivoted":
-            pivot(model)
-        hf_format.save(model, folder)
-        tokenizer.save_pretrained(folder)
+    steps = 0
+    for training in recovery.trainings.values():
+        rules = [residual.rule(problem, training.steps)] if residual and not steps else []
+        rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
+        options = {**training.options(), **trainer.options(), "seed": problem.seed}
+        options |= {"loss": problem.objective.training_loss, "rules": rules, "before": steps}
+        steps += train(problem.model, collate, data, curve, **options)
+    if storage == "pivoted":
+        pivot(problem.model)
