@@ -7,7 +7,6 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from tasks.config import schema
 from tasks.data.hub_ids import hub_id
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import kind_of
@@ -37,7 +36,7 @@ def card(results: Results, candidate: CandidateResults) -> str:
         as_code=as_code,
         facts=provenance(results),
         auto=kind_of(results.task).auto.__name__,
-        recipe=recipes_yaml([candidate.recipe]),
+        recipe=recipes_yaml(results, [candidate.recipe]),
     )
 
 
@@ -48,7 +47,7 @@ def as_code(text: str) -> str:
 
 
 def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
-    data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
+    data, model = results.settings.data, results.settings.model
     pipeline = kind_of(results.task).pipeline
     result = EvalResult(
         task_type=pipeline,

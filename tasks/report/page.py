@@ -53,7 +53,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         heat_maps=heat_maps(results),
         columns=columns(results),
         provenance=provenance(results),
-        recipes=recipes_yaml(results.recipes),
+        recipes=recipes_yaml(results, results.recipes),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )

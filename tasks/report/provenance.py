@@ -1,10 +1,9 @@
-"""Describe a study's settings, from params.yaml. No date or machine is named, so equal studies have equal pages."""
+"""Describe a study's settings. No date or machine is named, so equal studies have equal pages."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import Any
 
 from tasks.config import schema, yaml_edit
 from tasks.nlp_tasks import task_class
@@ -14,10 +13,10 @@ from tasks.report.results import Results
 
 def provenance(results: Results) -> dict[str, str]:
     """Return a description of the settings: topic → sentences."""
-    data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
-    teacher, timing = schema.section("teacher", schema.Training), schema.section("benchmark", schema.Benchmark)
+    settings = results.settings
+    data, model, teacher, trainer = settings.data, settings.model, settings.teacher, settings.trainer
+    seed, timing = settings.seed, settings.benchmark
     rows, tokens = timing.shapes[0]
-    seed, trainer = schema.section("seed", schema.Seed), schema.section("trainer", schema.Trainer)
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     parts = ", ".join(f"{count(amount)} in {name}" for name, amount in results.census.rows)
     dtype = "" if model.dtype == "float32" else f", in {model.dtype}"
@@ -64,8 +63,8 @@ def cut(data: schema.Data) -> str:
     return f"texts are cut to {data.max_length} tokens"
 
 
-def recipes_yaml(names: Iterable[str]) -> str:
+def recipes_yaml(results: Results, names: Iterable[str]) -> str:
     """Return recipes as YAML, in the format of params.yaml."""
     text = io.StringIO()
-    yaml_edit.yaml().dump({name: schema.section(f"recipes.{name}", dict[str, Any]) for name in names}, text)
+    yaml_edit.yaml().dump({name: results.settings.recipes[name] for name in names}, text)
     return text.getvalue()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -129,6 +129,20 @@ class CandidateResults:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """Parameters of a study that reports describe."""
+
+    seed: int
+    data: schema.Data
+    model: schema.Model
+    teacher: schema.Training
+    trainer: schema.Trainer
+    benchmark: schema.Benchmark
+    recipes: Mapping[str, Any]
+    """Recipe → its parts as plain data, in the format of params.yaml."""
+
+
+@dataclass(frozen=True)
 class Results:
     """Results of a study. Candidates are sorted by recipe, then by keep, both in the order of params.yaml."""
 
@@ -136,6 +150,7 @@ class Results:
     recipes: tuple[str, ...]
     keeps: tuple[str, ...]
     goals: tuple[schema.Goal, ...]
+    settings: Settings
     task: Task
     targets: tuple[Target, ...]
     census: Census
@@ -284,6 +299,7 @@ def load_results() -> Results:
         recipes=study.recipes,
         keeps=keeps,
         goals=study.goals,
+        settings=_load_settings(),
         task=task,
         targets=layers.targets,
         census=layers.census,
@@ -309,6 +325,18 @@ def load_results() -> Results:
         resampled=resampled(task, test),
         validated=resampled(task, validation),
         only_answers={model: answer for model, answer in only.items() if answer is not None},
+    )
+
+
+def _load_settings() -> Settings:
+    return Settings(
+        seed=schema.section("seed", schema.Seed),
+        data=schema.section("data", schema.Data),
+        model=schema.section("model", schema.Model),
+        teacher=schema.section("teacher", schema.Training),
+        trainer=schema.section("trainer", schema.Trainer),
+        benchmark=schema.section("benchmark", schema.Benchmark),
+        recipes=schema.section("recipes", dict[str, Any]),
     )
 
 
