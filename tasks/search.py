@@ -53,20 +53,20 @@ class SearchParts(BaseModel):
 def search(recipe: str, keep: str) -> None:
     """Search the rank of every target; save the ranks, the predicted loss, and the model if its weights changed."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
-    seed, trainer, batch = section("seed", Seed), section("trainer", Trainer), section("importance.batch_size", Count)
+    seed, trainer, size = section("seed", Seed), section("trainer", Trainer), section("importance.batch_size", Count)
     kind = kind_of(load_task())
     objective = kind.objective(section("importance.labels", Labels))
     set_seed(seed)
     model, tokenizer = load(DENSE[parts.source], kind.auto)
     data = _Data(
-        model,
-        kind.collate(tokenizer, model),
-        lambda split: encoded(split, tokenizer),
-        batch,
-        objective.training_loss,
-        seed,
-        trainer,
-        SEARCH_CURVES / f"{name}.jsonl",
+        model=model,
+        collate=kind.collate(tokenizer, model),
+        encoded=lambda split: encoded(split, tokenizer),
+        batch_size=size,
+        loss=objective.training_loss,
+        seed=seed,
+        trainer=trainer,
+        curve=SEARCH_CURVES / f"{name}.jsonl",
     )
     problem = SearchProblem(
         model=model,
