@@ -36,9 +36,9 @@ class Rule:
         """Prepare the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is as it is now.
+        """Return a context that puts the model back into the state that it has now, during the forward pass.
 
-        It is used when backward recomputes a part of the forward pass (gradient checkpointing).
+        The backward pass enters it to recompute a part of that forward pass (gradient checkpointing).
         """
         return nullcontext()
 
@@ -46,7 +46,7 @@ class Rule:
         """Return a term to add to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
-        """Use the gradients, which are not clipped yet."""
+        """Use the gradients of the backward pass, which are not clipped yet."""
 
     def after_update(self, step: int) -> None:
         """Use or change the weights after the update by the optimizer."""
@@ -63,7 +63,7 @@ class Rule:
         return ()
 
     def measures(self) -> dict[str, float]:
-        """Return numbers of the last step for the training curve, under names that no other rule uses."""
+        """Return measures of the last step, for the training curve: name → value. No other rule may use these names."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class Rule:
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the rule from a result of `state`."""
+        """Restore the rule from the tensors that `state` returned."""
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
