@@ -87,5 +87,5 @@ def strip(model: Any) -> None:
 
 
 def save_graph(model: ir.Model, file: Path, like: Path) -> None:
-    """Write `model` to `file`; its weights get a file of their own if those of the graph in the file `like` have one."""
+    """Write `model` to `file`; its weights get a separate file if those of the graph in the file `like` have one."""
     ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

@@ -103,7 +103,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
 @contextmanager
 def explained(what: str = "cannot run the file that torch exported") -> Iterator[None]:
-    """Raise every error in this context as an ExportError that says that onnxruntime failed, at `what`, and why."""
+    """Raise every error in this context as an ExportError with the message "onnxruntime `what`: `error`"."""
     try:
         yield
     except Exception as error:  # errors of onnxruntime have no common class
@@ -126,5 +126,5 @@ def quiet() -> Iterator[None]:
 
 
 def weights_of(file: Path) -> Path:
-    """Return the path of the separate file that has the weights of the graph `file` if they are too large for `file`."""
+    """Return the path of the separate file that holds the weights of the graph `file` if these are too large for it."""
     return file.with_name(f"{file.name}.data")
