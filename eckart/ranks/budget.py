@@ -80,7 +80,7 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
         candidates = [target for target in targets if largest_rank(target)] or targets
         largest = max(candidates, key=lambda target: target.step)
         raise NoRank(
-            f"keep={keep:g} leaves no rank to some of {len(candidates)} targets, of which {largest.name} asks for "
-            f"{cost(largest, 1)} parameters a rank: raise keep or exclude targets"
+            f"keep={keep:g} does not pay for rank 1 of all {len(candidates)} targets; the largest, {largest.name}, has "
+            f"{cost(largest, 1)} parameters at rank 1: raise keep or exclude targets"
         )
     return budget

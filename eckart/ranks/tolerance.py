@@ -79,7 +79,11 @@ class Tolerance(Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.reads_shaping:
-            yield "weighting", f"tolerance gathers statistics anew, and {recipe.weighting.kind} has none; write another"
+            yield (
+                "weighting",
+                f"{recipe.weighting.kind} reads scores of the shaping, but tolerance gathers all statistics itself, "
+                "target by target; write another weighting",
+            )
 
     def search(self, problem: SearchProblem) -> SearchResult:
         ranks = tolerated_ranks(
@@ -248,7 +252,8 @@ class _Walks:
         self.loss = self._loss()
         if not (math.isfinite(self.loss) and self.loss > 0):
             raise ValueError(
-                f"the loss of the original model is {self.loss:g}, which has no shares: write another kind of ranks"
+                f"the loss of the original model is {self.loss:g}, but it must be positive and finite to allow a "
+                "relative increase of it: write another kind of ranks"
             )
 
     def within(self, increase: float, keep: float) -> Ranks:

@@ -55,7 +55,10 @@ class MixedRank(Optimization, Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield "recovery", f"mixed_rank needs dense weights, and {recipe.ranks.kind} leaves low rank; write finetune"
+            yield (
+                "recovery",
+                f"mixed_rank needs full-rank weights, but {recipe.ranks.kind} leaves low-rank weights; write finetune",
+            )
         if recipe.residual is not None:
             yield "recovery", "mixed_rank and a residual both use the dense weight beside factors; write finetune"
 

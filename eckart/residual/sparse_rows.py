@@ -61,7 +61,7 @@ class SparseRows(Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield "residual", f"{recipe.ranks.kind} leaves low rank, so no rest for sparse rows; write null"
+            yield "residual", f"{recipe.ranks.kind} leaves low-rank weights, so sparse rows would be zero; write null"
         if self.low_rank == 0 and not recipe.ranks.by_size:
             yield "ranks", "all ranks are 0 because residual.low_rank is 0; write uniform"
         if recipe.storage == "pivoted":
