@@ -232,7 +232,7 @@ def compress(
 
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write `model`, compressed or not, and its tokenizer as a Hugging Face folder."""
+    """Write `model`, compressed or not, and its tokenizer to `folder`, from which `load` and `from_pretrained` read."""
     hf_format.save(model, Path(folder))
     if tokenizer:
         tokenizer.save_pretrained(folder)

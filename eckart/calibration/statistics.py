@@ -152,7 +152,7 @@ class _EarlyStop:
 
 @contextmanager
 def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Keep tensors that autograd saves on the CPU, except the model's weights, which stay on their device anyway."""
+    """Keep on the CPU what autograd saves for the backward pass, except weights, which stay on their device anyway."""
     resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -360,7 +360,7 @@ class Collector:
         return self.sums
 
     def _fill_missing(self) -> None:
-        """Set the gradient statistics of targets without a gradient to zero, such as a pooler that the head ignores."""
+        """Set gradient statistics to zero for targets that got no gradient, such as a pooler that the head ignores."""
         for target, module in self.modules.items():
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
@@ -429,7 +429,7 @@ def gather(
     loss: Loss,
     offload_activations: bool = False,
 ) -> Iterator[Statistics]:
-    """Yield the statistics of each group of targets; each group has a pass of its own.
+    """Yield the statistics of each group of targets, gathered in a pass of its own over the calibration data.
 
     Args:
         batches: function that returns the calibration data; it is called for each pass.

@@ -37,7 +37,7 @@ class Census(BaseModel):
 
     @property
     def reached(self) -> float:
-        """Share of the model's parameters that is in targets; embeddings that are no targets count as no parameters."""
+        """Share of the model's parameters that is in targets; the total leaves out embeddings that are no targets."""
         return self.targets / max(self.total - self.embeddings, 1)
 
     @property

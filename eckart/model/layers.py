@@ -395,7 +395,7 @@ def _set_tied(model: PreTrainedModel, tied: bool) -> None:
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
-    """Return every layer of `model` that is stored as two factors: name → layer."""
+    """Return all layers of `model` that are stored as two factors: name → layer."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
 
 

@@ -117,7 +117,7 @@ class Probe:
                 handle.remove()
 
     def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
-        """Run the model on `batch`, a variant of the probe's batch, and compare each layer's inputs with those for it.
+        """Run the model on `batch`, a variant of the probe's batch, and compare each layer's inputs for both batches.
 
         Args:
             same: function that compares the input for `batch` with the input for the probe's batch.

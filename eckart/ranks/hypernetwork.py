@@ -50,7 +50,7 @@ _NOISE = "generator"  # key of the noise generator's state in the state of the r
 
 
 class Hypernetwork(Optimization, Method):
-    """Settings of a rank search that learns one mask for each target with the weights frozen."""
+    """Settings of a rank search that learns one mask for each target, while the weights stay frozen."""
 
     alone = True
     asks_frozen: ClassVar = True

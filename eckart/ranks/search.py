@@ -98,7 +98,7 @@ def search_ranks(
 
 
 def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> SearchResult:
-    """Choose ranks for the factors within their part of the budget; `residual` gets the other part."""
+    """Choose ranks for the factors within their part of the budget; the sparse rows of `residual` get the rest."""
     if not residual.low_rank:
         return SearchResult({target.name: 0 for target in problem.targets})
     try:

@@ -62,7 +62,7 @@ def _rank(target: Target, keep: float) -> Rank:
 
 
 def _same_rank(targets: Sequence[Target], keep: float) -> Ranks:
-    """Return the largest common rank that meets `keep`, for every target.
+    """Return the same rank for every target: the largest one that meets `keep`.
 
     Targets that this rank does not make smaller stay dense (choice).
     """

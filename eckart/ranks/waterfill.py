@@ -96,7 +96,7 @@ class _State:
 
     @classmethod
     def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
-        """Return the state of `target` at its smallest choice.
+        """Return the state of `target` at its smallest choice, with which the search begins.
 
         Args:
             savings: predicted loss that each component saves, `(components,)`.

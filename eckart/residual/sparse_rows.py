@@ -121,7 +121,7 @@ class _Rows:
         return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
-        """Return the number of parameters that each row adds to the rows with higher scores, `(out,)`."""
+        """Return the number of parameters that each row adds if all rows with higher scores are kept, `(out,)`."""
         places = _order(self.scores).argsort()
         return self.price(places + 1) - self.price(places)
 

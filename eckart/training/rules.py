@@ -33,7 +33,7 @@ class Rule:
     """Whether training may stop before its last step."""
 
     def before_forward(self, step: int) -> None:
-        """Prepare the model for this step."""
+        """Hook before the forward pass, to prepare the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
         """Return a context that puts the model back into the state that it has now, during the forward pass.
@@ -43,16 +43,16 @@ class Rule:
         return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """Return a term to add to the task loss `outputs.loss`, or None."""
+        """Return a term that the loop adds to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
-        """Use the gradients of the backward pass, which are not clipped yet."""
+        """Hook after the backward pass, to use the gradients, which are not clipped yet."""
 
     def after_update(self, step: int) -> None:
-        """Use or change the weights after the update by the optimizer."""
+        """Hook after the optimizer's update, to use or change the weights."""
 
     def finish(self) -> None:
-        """Turn the model into one that can be saved. Called after the last step."""
+        """Hook after the last step, to turn the model into one that can be saved."""
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
         """Return parameters outside the model that are trained with it, as groups of a torch optimizer.
@@ -75,5 +75,5 @@ class Rule:
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the state of a module that belongs to a rule, for `Rule.state`."""
+    """Return a copy of the state dict of a module that a rule trains, as a part of the rule's own `state`."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
