@@ -24,4 +24,4 @@ def control() -> None:
 
 
 if __name__ == "__main__":
-    run("control", control, trains=True, threads="candidate")  # the same threads as for the fine-tuning of candidates
+    run("control", control, trains=True, threads="candidate")  # as for the fine-tuning of candidates

@@ -53,4 +53,4 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 if __name__ == "__main__":
-    run("dense", dense, threads="candidate")  # as many as for candidates, whose stages run at the same time
+    run("dense", dense, threads="candidate")  # as for candidates, whose stages run at the same time

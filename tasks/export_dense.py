@@ -25,6 +25,4 @@ def export_dense() -> None:
 
 
 if __name__ == "__main__":
-    run(
-        "export_dense", export_dense, threads="candidate"
-    )  # as many as for candidates, whose stages run at the same time
+    run("export_dense", export_dense, threads="candidate")  # as for candidates, whose stages run at the same time
