@@ -54,8 +54,8 @@ def _check(base: Base, settings: Training, task: Task) -> None:
     """Raise StageError if the head would stay untrained or positions are too few; print what became of the head."""
     if base.fit == "other" and not settings.epochs:
         raise StageError(
-            f"{base.head} With teacher.epochs: 0 nothing would teach it: raise them, or give the outputs the names of "
-            "the labels, in id2label and label2id of its config.json"
+            f"{base.head} With teacher.epochs: 0 it would stay untrained: raise teacher.epochs, or give the old head's "
+            "outputs the names of the labels, in id2label and label2id of its config.json"
         )
     if base.head:
         say(base.head)

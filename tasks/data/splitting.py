@@ -86,7 +86,7 @@ def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:
-    """Return for each row a digest of its passage, which is all rows that begin within the same `_PASSAGE` characters."""
+    """Return for each row a digest of its passage: of all rows that begin within the same `_PASSAGE` characters."""
     lengths = rows["text"].str.len()
     passage = (lengths.cumsum() - lengths) // _PASSAGE
     return list(

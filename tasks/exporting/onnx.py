@@ -44,7 +44,7 @@ def export_and_score(name: str, folder: Path) -> None:
     with output(ONNX / name) as out:
         try:
             onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _examples("test", model, tokenizer))
-            from eckart.onnx.int8 import quantize  # needs optional dependencies; `onnx.export` has checked for them
+            from eckart.onnx.int8 import quantize  # needs eckart[onnx], which `onnx.export` has checked
 
             calibration = _examples("calibration", model, tokenizer)
             quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
