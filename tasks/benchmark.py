@@ -125,7 +125,7 @@ def _latencies(
 
 
 def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[Timed, Forward]:
-    """Load the candidates. Return, for each of them and the original model in each runtime, its forward pass."""
+    """Load the candidates. Return (model, runtime) → its forward pass, for the candidates and the original model."""
     forwards: dict[Timed, Forward] = {(_DENSE, "torch"): partial(in_torch, dense)}
     forwards |= {(name, "torch"): partial(in_torch, _load(FINETUNED / name)) for name in names}
     if shipped := [name for name in names if name in exported]:

@@ -102,7 +102,7 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _files(path: Path, params: Data) -> dict[str, Path]:
-    """Return name of the split → its file. In a folder, each file is named after its split; a lone file is train."""
+    """Return name of the split → its file. The files in a folder are named after their splits; a lone file is train."""
     files: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else params.splits.train

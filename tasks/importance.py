@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 
 def importance() -> None:
-    """Find the target layers, record why each other linear layer is none, and gather the calibration statistics."""
+    """Find the target layers, record why other linear layers are excluded, and gather the calibration statistics."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss

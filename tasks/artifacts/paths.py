@@ -12,9 +12,9 @@ IMPORTANCE = Path("data/importance")
 TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""Folder in `RANKS / candidate` with the model after shaping and search. Exists only if they changed the weights."""
+"""Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""
 SCORES = "scores"
-"""Folder in `RANKS / candidate` with the statistics that shaping gathered."""
+"""Name of the folder in `RANKS / candidate` with the statistics that shaping gathered."""
 FACTORIZED = Path("models/factorized")
 FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")
@@ -33,7 +33,7 @@ def exported_name(name: str) -> str:
 
 
 class Decision(Result):
-    """Result of a rank search: the ranks, the loss predicted for each, and the number of parameters."""
+    """Result of a rank search: the rank of each target, the loss predicted for it, and the numbers of parameters."""
 
     keep: float
     ranks: dict[str, int | None]

@@ -1,4 +1,4 @@
-"""Types and paths of the result files of stages. Code that reads results need not import the code that measures."""
+"""Types and paths of the result files of stages. To read results, import only this module, not the stages."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ class Limits(Section):
     least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
 
     def chance(self, standard_error: float) -> float:
-        """Return how far a metric may be beyond a limit, because this may be chance; at most `largest_drop`."""
+        """Return the allowance for chance, by which a metric may miss a limit. It is at most `largest_drop`."""
         return min(self.standard_errors * standard_error, self.largest_drop)
 
 
@@ -551,7 +551,7 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[str], list[str]]:
-    """Return the path of a mistake as a list of keys, and the keys that the mapping with the mistake lacks.
+    """Return the path of a mistake as a list of keys, and the valid keys that the mapping around the mistake lacks.
 
     Args:
         loc: path in pydantic's error. It also contains the tag of each union member, which the result leaves out.

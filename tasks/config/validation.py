@@ -227,7 +227,7 @@ def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Ma
 
 
 def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each value that does not fit the task: a metric, column or option, or one of another section."""
+    """Yield a line for each value, in the section data or in another one, that does not fit the task."""
     kind = task_class(task)
     if isinstance(metric, str) and metric not in kind.metrics:
         yield f"data.metric: {metric} is not a metric of {task}; write one of {', '.join(kind.metrics)}"
@@ -248,7 +248,7 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
-    """Yield a line for each column that the task needs but that is null, or that is named but that it cannot use."""
+    """Yield a line for each column that is null although the task needs it, or named although the task refuses it."""
     if not isinstance(columns, dict):
         return
     kind = task_class(task)

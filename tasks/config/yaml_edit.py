@@ -39,7 +39,7 @@ def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Non
 
 
 def yaml() -> YAML:
-    """Return a YAML reader and writer that keeps the style of params.yaml: long lines, and null as a word."""
+    """Return a YAML reader and writer in the style of params.yaml: it wraps no lines, and writes null as a word."""
     editor = YAML()
     editor.width = 4096
     editor.preserve_quotes = True

@@ -25,5 +25,5 @@ def uniform_hashes(contents: Iterable[Any], seed: int, purpose: str) -> np.ndarr
 
 
 def lowest(contents: Iterable[Any], size: int, seed: int, purpose: str) -> np.ndarray:
-    """Draw a random sample: return the positions of the `size` items (at most all) with the lowest hashes, in order."""
+    """Draw a sample: return the positions of the `size` items with the lowest hashes, lowest first, or of all items."""
     return np.argsort(uniform_hashes(contents, seed, purpose), kind="stable")[:size]

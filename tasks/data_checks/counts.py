@@ -1,4 +1,4 @@
-"""Check how many rows each split has, and how many of them have the rarest class, are repeated, or have a bad label."""
+"""Check each split: its numbers of rows, of rows with the rarest class, of repeated rows, and of labels out of range."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
-    """Check that `model` has enough positions for `tokens` tokens; without this check it would fail deep inside.
+    """Check that `model` has positions for `tokens` tokens. If it had too few, its forward pass would fail obscurely.
 
     Args:
         parameter: name of the parameter in params.yaml that sets `tokens`.

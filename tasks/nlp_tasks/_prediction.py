@@ -82,12 +82,12 @@ def place(model: PreTrainedModel) -> str:
 
 
 def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for the model's inputs: the CPU if accelerate offloaded weights, since it moves the inputs."""
+    """Return the device for the model's inputs: the CPU if weights are offloaded, as accelerate then moves the inputs."""
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the arrays of all batches, after padding them with -100 to the number of tokens of the longest."""
+    """Pad the arrays of all batches with -100 to the same number of tokens, and concatenate them."""
     if parts[0].ndim == 1:
         return np.concatenate(parts)
     width = max(part.shape[1] for part in parts)
