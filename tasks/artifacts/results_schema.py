@@ -26,7 +26,7 @@ Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
-    """Return the path of the table with the contribution of each example to the scores.
+    """Return the path of the table with the results of a model on each example, from which metrics can be computed.
 
     `name` is a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
     """

@@ -80,7 +80,7 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
 
 
 def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")) -> list[Any]:
-    """Return the cells of each row as a tuple, or the cell itself if only one column is asked for."""
+    """Return for each row the tuple of its cells in `columns`, or the cell itself if `columns` has only one name."""
     cells = [rows[name] for name in columns if name in rows]
     return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
 

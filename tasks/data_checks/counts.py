@@ -1,4 +1,4 @@
-"""Check each split: its numbers of rows, of rows with the rarest class, of repeated rows, and of labels out of range."""
+"""Check each split: its number of rows, of rows with the rarest class, of repeated rows, and of labels out of range."""
 
 from __future__ import annotations
 

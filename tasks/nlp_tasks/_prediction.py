@@ -82,7 +82,7 @@ def place(model: PreTrainedModel) -> str:
 
 
 def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for the model's inputs: the CPU if weights are offloaded, as accelerate then moves the inputs."""
+    """Return the device for the model's inputs. If accelerate offloads weights, it moves inputs, so this is the CPU."""
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
