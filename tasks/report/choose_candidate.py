@@ -37,7 +37,7 @@ class Gate:
     standard_error: float | None = None
     """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """Distance beyond the limit that still passes, because chance may explain it."""
+    """How far a value may lie beyond the limit and still pass, because chance may explain this distance."""
 
     @property
     def excess(self) -> float:
@@ -168,7 +168,7 @@ class Chosen(BaseModel):
     non_inferior: bool
     """Whether the test examples show that the candidate's metric drops by at most `promotion.largest_drop`."""
     alternative: str | None
-    """The smallest non-inferior candidate within the limits of size and speed; null if it is the chosen one or none."""
+    """The smallest non-inferior candidate within the limits of size and speed; null if that is `candidate` or none."""
 
 
 def short(number: float) -> str:
