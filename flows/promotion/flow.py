@@ -259,7 +259,7 @@ def gate(
     """Download the new version and the champion from the registry, score both, and return the result of each gate.
 
     Raises:
-        Refused: a gate is not passed, the champion cannot be scored, or the new version answers wrongly when it is served.
+        Refused: a gate is not passed, the champion cannot be scored, or the new version answers wrongly when served.
     """
     name = f"{candidate.name} (version {version})"
     with tempfile.TemporaryDirectory() as folder:

@@ -46,7 +46,7 @@ class Served(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return the answer (docs/promotion.md) to each row of the columns `text` or, for pairs, `text` and `text_pair`."""
+        """Return a row of answers, described in docs/promotion.md, for each row of `text` and, for pairs, `text_pair`."""
         answers = (
             self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
             if len(model_input)

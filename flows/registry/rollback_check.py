@@ -17,7 +17,7 @@ SELECT count(*) FROM model_version_tags AS promoted WHERE name = :model AND key 
 AND version NOT IN (SELECT version FROM registered_model_aliases WHERE name = :model AND alias = 'champion')
 AND version NOT IN (SELECT version FROM model_version_tags WHERE name = :model AND key = 'eckart.rolled_back')
 """
-"""Query for the number of versions that were champion earlier and that a rollback can return to, as `Registry.before`.
+"""Query for the number of earlier champions that a rollback could return to, as `Registry.before` selects them.
 
 It also counts some versions that were deleted.
 """
