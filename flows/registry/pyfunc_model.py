@@ -46,7 +46,11 @@ class Served(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return a row of answers, described in docs/promotion.md, for each row of `text` and, for pairs, `text_pair`."""
+        """Answer each row of `model_input`, which has the column `text` and, for pairs of texts, `text_pair`.
+
+        Returns:
+            A DataFrame with a row of answers for each input. docs/promotion.md describes its columns.
+        """
         answers = (
             self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
             if len(model_input)

@@ -18,7 +18,7 @@ from tasks.artifacts.names import recipe_and_keep
 from tasks.artifacts.paths import FINETUNED
 
 KEY = "dvc.key"
-"""Tag of a candidate's entry: the `mirror.key_of` its stages. The models that a promotion uploads do not have this tag."""
+"""Tag of a candidate's entry: result of `mirror.key_of` for its stages. Models that a promotion uploads lack it."""
 _SPLITS = {
     "validation.": "validation",
     **dict.fromkeys(("shaped.", "factorized.", "recovered.", "onnx.score.", "int8.score."), "test"),

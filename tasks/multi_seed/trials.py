@@ -50,7 +50,7 @@ class Trial:
 
 
 def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
-    """Return the parameters of the study that runs the trials of the study with the parameters `content`."""
+    """Return the parameters of a study that runs the trials. `content`: parameters of the study after the trials."""
     recipes = {
         name: merge(content["recipes"][recipe], change)
         for recipe in asked.recipes

@@ -78,7 +78,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a candidate that have limits; both metrics are from the same examples."""
+    """The measurements of a candidate that have limits. Both metrics are from the same examples."""
 
     metric: float
     teacher: float
@@ -86,9 +86,9 @@ class Measured:
     standard_error: float
     """The standard error of the difference between the two metrics."""
     parameters: int
-    """Parameters of the target layers."""
+    """Number of parameters of the candidate's target layers."""
     keep: float
-    """Parameters of the target layers ÷ parameters of the original model's target layers."""
+    """`parameters` ÷ number of parameters of the original model's target layers."""
     speedup: float
 
 
@@ -134,7 +134,7 @@ class Choice:
 
     @property
     def closed(self) -> dict[str, list[Gate]]:
-        """Candidate → the gates that it does not pass, without candidates that pass all gates."""
+        """Candidate → the gates that it does not pass; only for candidates that do not pass all gates."""
         closed = {name: [gate for gate in gates if not gate.passed] for name, gates in self.gates.items()}
         return {name: gates for name, gates in closed.items() if gates}
 

@@ -39,7 +39,7 @@ class Columns:
     cell: float
     """Width of a cell in pixels."""
     layers: tuple[tuple[str, int], ...]
-    """Label (empty if there is no room for it) and number of targets of each layer."""
+    """Label and number of targets of each layer. The label is empty if there is no room for it."""
     kinds: tuple[str, ...]
     """The kind of each target, such as `query`; () if the cells are too narrow."""
 

@@ -52,7 +52,7 @@ class Statistics:
 
     @property
     def unseen(self) -> float:
-        """The share of all examples in which two models may differ although they agree on these examples."""
+        """The largest share of all possible examples on which two models may differ although they agree on these."""
         return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
 
     @property

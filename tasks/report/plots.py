@@ -181,7 +181,7 @@ def _mark_dense(axes: Axes, results: Results) -> None:
 
 
 def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Mapping[str, Any]) -> None:
-    """Draw the metrics of a recipe: factorized with hollow markers and dashed, recovered with filled markers and solid.
+    """Draw the metrics of a recipe: factorized as a dashed line with hollow markers, recovered solid with filled ones.
 
     A thin vertical line joins the two metrics of each candidate.
     """
@@ -198,7 +198,7 @@ def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults],
 def _draw_intervals(
     axes: Axes, x: Sequence[float], candidates: list[CandidateResults], results: Results, colour: str
 ) -> None:
-    """Draw the interval of each candidate's difference from the original model, plus the original model's metric."""
+    """Draw the interval of each candidate's difference from the original model, shifted by the original's metric."""
     for place, candidate in zip(x, candidates, strict=True):
         ends, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
         axes.vlines(place, dense + ends.low, dense + ends.high, color=colour, linewidth=3, alpha=0.35)

@@ -189,7 +189,7 @@ class Results:
 
     @property
     def full_rank(self) -> float:
-        """The mean of the targets' full ranks."""
+        """The mean, over the targets, of the full rank: the smaller dimension of the weight."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
     def difference(self, model: ScoredModel, reference: ScoredModel) -> Interval:

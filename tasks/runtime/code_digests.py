@@ -108,7 +108,7 @@ class StageCode:
 
 
 def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `code` of resolved.yaml: stage → digest or, for stages of candidates, recipe → digest."""
+    """Return the section `code` of resolved.yaml: stage → digest or, for stages of candidates, → recipe → digest."""
     code = StageCode(parameters)
     recipes = parameters["study"]["recipes"]
     return {
@@ -183,7 +183,7 @@ def _kinds(value: Any) -> Iterator[str]:
 
 
 def _without_defaults(source: bytes) -> bytes:
-    """Return the source of a module without defaults of fields and docstrings, in classes without a decorator."""
+    """Return the source of a module without the defaults of fields and the docstrings of its undecorated classes."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     cuts: list[tuple[int, int]] = []
     for node in ast.parse(source).body:
