@@ -83,7 +83,7 @@ class Champion:
 def measure(
     files: Path, candidate: Recorded, champion: Champion | None, terms: Terms
 ) -> tuple[list[Gate], list[Answers]]:
-    """Score the candidate and the champion on the test examples, as the stages score models.
+    """Score the candidate and the champion on the test examples, in the same way as the stages score models.
 
     Args:
         files: folder of the candidate's model, downloaded from the registry.

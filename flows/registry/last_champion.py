@@ -1,4 +1,4 @@
-"""A note, in the workspace, of the last champion of each model. It tells a registry that was lost from a new one."""
+"""A file that notes the last champion of each model, so that a workspace can tell a lost registry from a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quick check that a rollback is possible. It does not import MLflow and torch, which takes many seconds."""
+"""Quick check that a rollback is possible. It does not import MLflow and torch, which would take many seconds."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RegistryError(EckartError):
 
 
 class RegistryLost(RegistryError):
-    """The registry has no champion, although this workspace has had one. The message names it and says what to do."""
+    """The registry has no champion, although this workspace has had one. The message names that champion."""
 
 
 @contextmanager
@@ -142,7 +142,7 @@ class Registry:
         return self.version(number) if number else None
 
     def look_for_champion(self, first: bool) -> None:
-        """Note the present champion in the workspace.
+        """Note the present champion in the workspace; if there is none, check that this workspace has had none.
 
         Args:
             first: whether to accept a registry without a champion, although this workspace has had a champion.

@@ -51,7 +51,7 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     Returns:
         Two DataFrames. The first has a row per seed and candidate, with the columns of reports/comparison.csv and
-        numbers relative to the original model and the control. The second is that of `pairwise_differences.differences`.
+        numbers relative to the original model and the control. `pairwise_differences.differences` makes the second.
     """
     seeds: dict[int, Results] = {}
     for seed, folder in folders.items():
@@ -96,7 +96,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
 
 
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the lines of the table, a line per candidate: largest keep first, then best metric first."""
+    """Return the header and the lines of the table, one per candidate: largest keep first, then best metric first."""
     metric = METRICS[rows.metric.iloc[0]]
     unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored), *(f"of {name}, %" for name in REFERENCES)]
