@@ -37,7 +37,7 @@ class Gate:
     standard_error: float | None = None
     """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """How far a value may lie beyond the limit and still pass, because chance may explain this distance."""
+    """Largest distance beyond the limit at which a value still passes, because chance may explain it."""
 
     @property
     def excess(self) -> float:
