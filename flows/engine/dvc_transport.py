@@ -310,7 +310,7 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """Yield DVC's repository, and turn errors into TransportFailed with a message that begins with `what`, the action."""
+    """Yield DVC's repository, and turn errors into TransportFailed; `what`, the action, begins its message."""
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo

@@ -119,9 +119,7 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    first: dict[
-        int, str
-    ] = {}  # kind of computation → the one stage that executes it, if stages of several recipes need it
+    first: dict[int, str] = {}  # number of a computation → the one stage that does it for all recipes
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
     twins = {name: first[kinds[name]] for name in planned}
