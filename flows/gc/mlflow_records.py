@@ -80,7 +80,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 
 
 def _registered(count: int) -> Kind:
-    """Return the `Kind` of registered versions: all stay. The number shows a user whether this is the right registry."""
+    """Return the `Kind` of registered versions. All stay; their number lets a user see that the registry is right."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 

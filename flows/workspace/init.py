@@ -173,7 +173,7 @@ def _own_data(params: Mapping[str, Any]) -> str | None:
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Return the wishes, with missing columns and task from params.yaml if the workspace has the user's data already."""
+    """Return the wishes, with missing columns and task from params.yaml if that already names the user's own data."""
     if not _own_data(params):
         return wishes
     data = params["data"]
