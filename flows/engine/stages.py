@@ -342,7 +342,7 @@ def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
         stage = None
     definition = _definition(stage) if stage else ""
     if _digest(definition) != planned.definition:
-        raise StageChanged(f"params.yaml or dvc.yaml redefined the stage {planned.name} during the run; run again")
+        raise StageChanged(f"params.yaml or dvc.yaml changed or removed {planned.name} during the run; run again")
     return stage, definition
 
 
