@@ -28,7 +28,7 @@ from eckart.model.targets import Target, find_targets
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four of BERT-base's twelve layers are enough, since all cost the same.
 
-Two batches, because only from the second on a batch is added to existing sums.
+There are two batches, since the first starts the sums, and the second is added to them.
 """
 
 KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")

@@ -177,7 +177,7 @@ def _unprivileged() -> pwd.struct_passwd:
 
 @contextmanager
 def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run moto's S3 server, which keeps all in memory, with these buckets; yield it and the variables for clients."""
+    """Run moto's S3 server, in memory, with these buckets; yield the server and its clients' environment variables."""
     port = free_port()
     store = Service(
         "the object store",
@@ -195,7 +195,7 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 
 @contextmanager
 def prefect(folder: Path, database: str) -> Iterator[dict[str, str]]:
-    """Run Prefect's server on a database, whose URL must name the driver asyncpg; yield the variables for clients."""
+    """Run Prefect's server and yield its clients' environment variables. `database`: URL with the driver asyncpg."""
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,

@@ -316,7 +316,7 @@ def other_study(
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """Run all studies, each of which is one task, and print the results of a task as soon as its seeds have run.
+    """Run the studies (one for each task), and print the results of each as soon as its seeds have run.
 
     Returns:
         Four values: the studies with the variants that their trials chose; task → results; task → differences between
@@ -400,7 +400,7 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 
 def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
-    """Return the command with which anyone can write the table again, in the root of a clone."""
+    """Return the command that anyone can run in the root of a clone to write the table again."""
     words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
         words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
@@ -563,7 +563,7 @@ def gc(
         int | None,
         typer.Option(
             min=1,
-            help="how many of the last commits that changed dvc.lock to keep, besides tags and branches; default: all",
+            help="keep results of this many last commits that changed dvc.lock, besides tags and branches; default: all",
         ),
     ] = None,
 ) -> None:

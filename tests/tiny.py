@@ -532,7 +532,7 @@ def masked_language_model() -> Case:
 
 
 def heard(family: str, **options: Any) -> Case:
-    """Return a model that reads sound waves, 8 samples in each frame, and a batch: labels have 5, 3, 2 and 5 letters."""
+    """Return a model that reads sound waves, 8 samples in a frame, and a batch. Its labels have 5, 3, 2, 5 letters."""
     convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2}
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
     model = build(family, **LAYERS, **convolutions, **positions, vocab_size=20, pad_token_id=0, **options)

@@ -38,7 +38,7 @@ _PRELOAD = [
     "safetensors.torch",
 ]
 
-_BEGINNINGS = ("python -m tasks.", "eckart stage ")  # a stage's command begins so in a clone; in other workspaces
+_BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of a stage's command in a clone; in other workspaces
 _LONGEST = 60  # largest length of the sockets' folder path: a socket's path has at most 107 bytes, its name up to 40
 _PATIENCE = 10  # seconds to wait for the last lines of a stage that has ended
 

@@ -1,4 +1,4 @@
-"""Plan the stages of dvc.yaml, and run a single stage as `dvc repro -s` does, but while others run at the same time.
+"""Plan the stages of dvc.yaml, and run single stages as `dvc repro -s` does, but several at the same time.
 
 DVC decides which stages are stale. Some of DVC's internals take paths relative to the working directory, so the working
 directory must be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with the `dvc`
@@ -245,10 +245,12 @@ def _up_to_date(stage: PipelineStage) -> bool:
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """Return "Cached" if a stage is up to date, "Restored" if its outputs could be restored, else "Executed".
+    """Replace the outputs of a stale stage by those in the cache, if the cache has outputs for the present inputs.
 
-    For "Executed", the caller must still run the command. The old outputs of a stale stage are removed, and the digests
-    of its present inputs are saved in `stage`.
+    If not, remove the outputs, and save the digests of the present inputs in `stage`.
+
+    Returns:
+        "Cached" if the stage is up to date, "Restored", or "Executed" if the caller must now run its command.
     """
     if not stage.changed():
         return "Cached"
