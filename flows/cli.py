@@ -563,7 +563,7 @@ def gc(
         int | None,
         typer.Option(
             min=1,
-            help="keep results of this many last commits that changed dvc.lock, besides tags and branches; default: all",
+            help="keep results of the last N commits that changed dvc.lock, and of tags and branches; default: of all",
         ),
     ] = None,
 ) -> None:

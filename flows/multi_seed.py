@@ -30,7 +30,7 @@ def folder_of(study: StudyFile, seed: int) -> Path:
 
 
 def check_committed(study: StudyFile) -> None:
-    """Raise a WorkspaceError unless code and study file are committed, since workspaces are made from the commit."""
+    """Raise a WorkspaceError unless code and study file are committed, since workspaces are made from a commit."""
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
     if not worktrees.git(Path(), "ls-files", "--", file):  # `edited` does not find a file that git ignores
@@ -39,7 +39,7 @@ def check_committed(study: StudyFile) -> None:
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run the trials of a study, if it has any; then run its seeds, each recipe as the variant that was best in them.
+    """Run the trials of a study, if it has any; then run its seeds, with the variant of each recipe that they chose.
 
     Returns:
         The study with the variants that the trials chose, and failed seed → cause.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from prefect._vendor.croniter import croniter  # used by Prefect's server, too; its public API for this is async only
+from prefect._vendor.croniter import croniter  # as in Prefect's server, whose public API for this is async only
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
@@ -48,7 +48,7 @@ def serve(
 
     The event `CHANGED` of the resource `eckart.NAME` also starts a run. All runs use the folder and the Dask scheduler
     of this process; a run cannot choose others. If Prefect's server stops answering, this function waits until it
-    answers again. But if this function itself had started the server, it starts a new one.
+    answers again, or, if it had started that server itself, starts a new one.
 
     Args:
         name: name of the deployment.

@@ -79,7 +79,7 @@ def stage(
 ) -> State[Outcome]:
     """Bring one stage up to date.
 
-    The name of the returned state is the status of the outcome (Cached, Restored or Executed), or Failed or Changed.
+    The returned state is named Cached, Restored or Executed, as the status of the outcome, or else Failed or Changed.
     """
     log = get_run_logger()
 
@@ -151,7 +151,7 @@ def study(
 
 
 def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Promote the best candidate; return the name for the final state of the flow run, and a sentence.
+    """Promote the best candidate; return the name of the flow run's final state, and a sentence about the promotion.
 
     The name decides whether a notification is sent. It is sent for Promoted and for Refused, which is no failure. It is
     not sent for Completed (the champion stays) and Changed (data, parameters or code changed while the study ran).

@@ -112,7 +112,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
         for name in names:
             for objects in stages[name].get_used_objs(push=True).values():
                 if repo.cloud.push(objects).failed:
-                    raise TransportFailed("the DVC remote refused files")
+                    raise TransportFailed("the DVC remote did not accept all files")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 
 
@@ -310,7 +310,11 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """Yield DVC's repository, and turn errors into TransportFailed; `what`, the action, begins its message."""
+    """Yield DVC's repository, and turn errors into TransportFailed.
+
+    Args:
+        what: the action, such as "pulling"; the message of the error begins with it.
+    """
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo

@@ -1,7 +1,8 @@
 """Find and kill processes of a stage that outlived its run and still write its outputs.
 
-A stage ends with its flow (supervisor.py), but it does not end if a `dvc repro` is killed. DVC and the engine name the
-stage in the environment of its command, and all processes that the command starts inherit this environment.
+A stage of a flow ends with the flow (supervisor.py), but a stage of `dvc repro` goes on if `dvc repro` is killed. DVC
+and the engine name the stage in the environment of its command, and all processes that the command starts inherit this
+environment.
 """
 
 from __future__ import annotations

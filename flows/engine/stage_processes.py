@@ -26,7 +26,7 @@ from flows.engine import forked_stage, orphaned_processes, supervisor
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
-# Slow imports, but none of our own code: the server would keep a version of it that is edited later.
+# Slow imports, but none of our own code: if that was edited later, the server would still have the old version.
 _PRELOAD = [
     "grimp",
     "torch",

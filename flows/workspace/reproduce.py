@@ -178,7 +178,10 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
 
 
 def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage again, after stages that it depends on: all if `again`, else those with outputs that are lost."""
+    """Run the stage again in its worktree, after all stages that it depends on.
+
+    Unless `again` is set, only those of them are run whose outputs cannot be fetched.
+    """
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:

@@ -1,4 +1,4 @@
-"""Additional workspaces: git worktrees at a revision, with the cache, the remotes and the raw data of the main one.
+"""Additional workspaces: git worktrees that share the cache, the remotes and the raw data of the main workspace.
 
 The main workspace is the working directory; `folder` is always another one. Two flows with different parameters need
 two workspaces. All workspaces share DVC's cache with the run cache, so that a computation that several need runs once.
@@ -25,7 +25,7 @@ WORKSPACES = Path("workspaces")
 CARRIED = (Path("data/raw"), Path("models/base"))
 """Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
-"""Files and folders that another workspace gets from the commit, so that it would not have uncommitted edits."""
+"""Files and folders that other workspaces get from a commit, and thus without uncommitted edits."""
 
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Environment variables that git sets for hooks. With them, every git command would work on the main workspace."""
