@@ -1,7 +1,7 @@
-"""Stage control: fine-tune the original model like a recipe's candidates → models/control and its training curve.
+"""Stage control: give the original model the fine-tuning of a recipe → models/control and its training curve.
 
-A candidate may be better than the original model only because it was trained for longer. The control had the same
-further training, so a comparison with it shows the effect of the compression alone.
+A candidate may be better than the original model only because it was trained for longer. The control has had the same
+further training as a candidate, so a comparison of the two shows the effect of the compression alone.
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ def control() -> None:
 
 
 if __name__ == "__main__":
-    run("control", control, trains=True, threads="candidate")  # as in the recovery of candidates
+    run("control", control, trains=True, threads="candidate")  # as for the fine-tuning of candidates

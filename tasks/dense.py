@@ -1,5 +1,5 @@
-"""Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, and the
-contribution of each example to the scores → reports/rows/dense.parquet."""
+"""Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, with the results
+of each example in reports/rows/dense.parquet."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ def dense() -> None:
 
 
 if __name__ == "__main__":
-    run("dense", dense, threads="candidate")  # as candidates, which run at the same time
+    run("dense", dense, threads="candidate")  # as for candidates, whose stages run at the same time

@@ -1,4 +1,4 @@
-"""Stage importance: find the targets and gather their calibration statistics → data/importance."""
+"""Stage importance: find the target layers and gather their calibration statistics → data/importance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 
 def importance() -> None:
-    """Find the targets, note why each other layer is not one, and gather the calibration statistics."""
+    """Find the target layers, record why other linear layers are excluded, and gather the calibration statistics."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss

@@ -1,7 +1,7 @@
-"""Stage search: choose the rank of every target → models/ranks/RECIPE-KEEP and, if the search trains, a training curve.
+"""Stage search: choose the rank of every target → models/ranks/RECIPE-KEEP and a training curve.
 
-If shaping or the search changes the weights, the changed model is saved beside ranks.json. The scores that shaping
-computed are saved there, too.
+The curve is empty if neither shaping nor the search trains the model. If they change its weights, the changed model is
+saved beside ranks.json, and so are the scores that shaping computed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.training.loop import train
 
 
 class SearchParts(BaseModel):
-    """Parts of a recipe that decide its ranks."""
+    """Parts of a recipe on which the ranks depend."""
 
     source: Source
     shaping: Shaping | None
@@ -51,7 +51,7 @@ class SearchParts(BaseModel):
 
 
 def search(recipe: str, keep: str) -> None:
-    """Search the rank of every target; save the ranks, the predicted loss, and the model if its weights changed."""
+    """Search the rank of every target. Save the ranks, their predicted losses, and the model if its weights changed."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
     seed, trainer, size = section("seed", Seed), section("trainer", Trainer), section("importance.batch_size", Count)
     kind = kind_of(load_task())
@@ -94,7 +94,7 @@ def search(recipe: str, keep: str) -> None:
 
 @dataclass
 class _Data:
-    """Model and data of a search; all trainings of the model append to one training curve."""
+    """Model and data of a rank search. Every training of the model appends to the same training curve."""
 
     model: PreTrainedModel
     collate: Collate
@@ -167,7 +167,7 @@ def _report(decision: Decision, shaped: Shaped | None) -> None:
 
 
 def _trains_together(recipe: str) -> bool:
-    """Whether the recipe trains in this stage, and several processes can share the training."""
+    """Whether the recipe trains the model in this stage, and several processes can share this training."""
     parts = section(f"recipes.{recipe}", SearchParts)
     return train_together([parts.shaping, parts.ranks])
 

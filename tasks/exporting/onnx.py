@@ -83,10 +83,10 @@ def export_and_score(
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
-    """Export a model as an ONNX file, and compare its outputs with those of torch.
+    """Export a model to an ONNX file, and compare the outputs in onnxruntime with those in torch.
 
     Args:
-        name: a candidate, or the path of a Hugging Face folder.
+        name: name of a candidate, or path of a Hugging Face folder.
         file: path of the new file.
         int8: whether to store the weights as int8.
 
@@ -94,7 +94,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         a report for the user.
 
     Raises:
-        StageError: there is no such model, or it cannot be exported; an older `file` is kept.
+        StageError: there is no such model, or it cannot be exported. If `file` existed before, it is unchanged.
     """
     if file.suffix != ".onnx" or file.is_dir():
         raise StageError(f"{file}: write a file name that ends with .onnx")

@@ -11,7 +11,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import inputs_device
 
-_COUNT = 3  # texts: enough to judge a model, and few enough to read
+_COUNT = 3  # number of texts: enough to judge a model, and few enough to read
 
 
 @torch.inference_mode()
@@ -20,7 +20,7 @@ def continuations(
 ) -> tuple[Continuation, ...]:
     """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modelling.
 
-    Beginning and continuation have `tokens` tokens, but at most half a block, so that the model has positions for both.
+    Beginning and continuation have `tokens` tokens each, or half a block if that is less: both must fit into a block.
     """
     kind, tokens = kind_of(task), min(tokens, task.max_length // 2)
     if not kind.running_text or not tokens:
