@@ -31,10 +31,10 @@ from tasks.runtime.stage_runner import run, say
 from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
 
 Timed = tuple[str, Runtime]
-"""A model in a runtime: the name of a candidate or _DENSE, and the runtime."""
+"""A model and the runtime that runs it: the name of a candidate, or _DENSE for the original model, and the runtime."""
 
 _DENSE = "dense"
-_ROOM = 2e9  # most bytes of candidates in memory together; one larger candidate is loaded alone
+_ROOM = 2e9  # maximum size, in bytes, of the candidates in memory together; a larger candidate is loaded alone
 
 
 def benchmark() -> None:

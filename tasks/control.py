@@ -22,7 +22,10 @@ from tasks.training.recovery import recover
 
 
 def control() -> None:
-    """Fine-tune the original model like the candidates of `study.control`; zero steps leave it unchanged."""
+    """Fine-tune the original model as the recipe `study.control` fine-tunes its candidates.
+
+    If that recipe has zero steps, the model stays unchanged.
+    """
     recovery = section(f"recipes.{section('study.control', str)}.recovery", Recovery)
     seed, trainer, kind = section("seed", Seed), section("trainer", Trainer), kind_of(load_task())
     set_seed(seed)

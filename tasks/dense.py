@@ -20,7 +20,7 @@ from tasks.scoring.trivial_baseline import TRIVIAL, compare
 
 
 def dense() -> None:
-    """Score the original model and the control in the same way as candidates; score the trivial baseline."""
+    """Score the original model, the control and the trivial baseline. The models are scored as candidates are."""
     scorer, train = load_scorer("test", "validation"), load_split("train")
     task, kind, device_map = scorer.task, kind_of(scorer.task), section("model", Model).device_map
 

@@ -92,7 +92,7 @@ def evaluate(recipe: str, keep: str) -> None:
 
 
 def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scorer: Scorer) -> dict[str, float]:
-    """Return, for each target, the increase of the loss when only this target is factorized.
+    """Return target name → increase of the original model's loss if only this target is replaced with its factors.
 
     Targets that stay dense are missing. The result is empty if evaluate.probes is 0, or if the rank search predicted no
     losses with which these could be compared.

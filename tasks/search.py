@@ -115,7 +115,7 @@ class _Data:
             self.curve.write_text("")
 
     def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
-        """Train the model on at most `rows` random examples of the training split, then move it to the CPU."""
+        """Train the model on at most `rows` random training examples, by default on all; then move it to the CPU."""
         data = self.encoded("train")
         if rows is not None and rows < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))

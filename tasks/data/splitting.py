@@ -28,7 +28,10 @@ thousand tokens, so few blocks of tokens join two passages that were not neighbo
 def split_and_convert(
     source: Mapping[Split, pd.DataFrame], params: Data
 ) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
-    """Return the splits, with labels in the form that models read, and the names of the classes.
+    """Split the data, and convert labels to the form that models read, such as class ids.
+
+    Returns:
+        The splits, and the names of the classes in the order of their ids.
 
     Raises:
         StageError: a split is empty, or the data do not fit the task.

@@ -20,14 +20,18 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Rows, Scorer, load_scorer, write_rows
 
-_EXAMPLES = 256  # most examples of a split
-_BATCH = 32  # examples
-# Most blocks of a split for language models. They are run one by one: each token has logits for the whole vocabulary.
+_EXAMPLES = 256  # maximum number of examples that are taken from a split
+_BATCH = 32  # examples per batch
+# The same maximum for language models, whose examples are blocks. They are run one by one, since each token has logits
+# for the whole vocabulary.
 _BLOCKS: Mapping[Split, int] = {"test": 8, "calibration": 16}
 
 
 def export_model(name: str, source: Path) -> None:
-    """Write the model in the folder `source` as ONNX, in float32 and in int8, and the scores of both.
+    """Export the model in the folder `source` to ONNX with float32 and with int8 weights, and save the scores of both.
+
+    Args:
+        name: name of the candidate, or `dense` for the original model.
 
     Raises:
         StageError: the model cannot be exported.
@@ -50,7 +54,7 @@ def export_and_score(
     calibration: pd.DataFrame,
     name: str,
 ) -> tuple[Exports, dict[str, Rows]]:
-    """Write a model as ONNX to `folder`, in float32 and in int8, and score both on the test split.
+    """Export a model to ONNX files in `folder`, with float32 and with int8 weights, and score both on the test split.
 
     Args:
         calibration: examples for the quantization.
@@ -67,14 +71,14 @@ def export_and_score(
     try:
         test = _examples("test", scorer.splits["test"], scorer.task, model, tokenizer)
         onnx.export(model, tokenizer, folder / ONNX_FILES["onnx"], test)
-        from eckart.onnx.int8 import quantize  # needs the extra, which `export` has checked
+        from eckart.onnx.int8 import quantize  # needs eckart[onnx], which `onnx.export` has checked
 
         sample = _examples("calibration", calibration, scorer.task, model, tokenizer)
         quantize(folder / ONNX_FILES["onnx"], folder / ONNX_FILES["int8"], sample)
         for runtime, file in ONNX_FILES.items():
             onnx.answer_by(model, onnx.runner(folder / file, torch.get_num_threads()))
             scored = scorer.score_on("test", model, tokenizer, f"{name} in {runtime}")
-            parts = folder.glob(f"{file}*")  # large models store their weights beside the file
+            parts = folder.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
             files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
             rows[runtime] = {"test": scored.rows}
     except onnx.ExportError as error:
@@ -146,7 +150,7 @@ def folder_of(name: str) -> Path:
 def _examples(
     split: Split, frame: pd.DataFrame, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Batch]:
-    """Yield batches of the first examples of a split."""
+    """Yield the first examples of a split in batches."""
     kind = kind_of(task)
     data = kind.encode(frame, tokenizer, split)
     count, size = (_BLOCKS[split], 1) if kind.running_text else (_EXAMPLES, _BATCH)

@@ -39,7 +39,7 @@ class Scorer:
     splits: Mapping[Split, pd.DataFrame]
 
     def score_on(self, split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
-        """Score a model on all examples of a split, and log the score with the model's `name`."""
+        """Score a model on all examples of a split, and print the score with the model's `name`."""
         size = self.settings.batch_size
         scored = kind_of(self.task).score(model, tokenizer, self.splits[split], size, split)
         say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
@@ -50,7 +50,7 @@ class Scorer:
     ) -> tuple[Scores, Rows]:
         """Return all scores of a model that may be promoted, and its per-example results.
 
-        `scored` is its score on the test split, if it was computed before.
+        `scored` is the result on the test split if it was computed before; None: it is computed here.
         """
         test, settings = scored or self.score_on("test", model, tokenizer, name), self.settings
         validation = self.score_on("validation", model, tokenizer, name)

@@ -17,14 +17,14 @@ from tasks.artifacts.results_schema import Times
 Forward = Callable[[Batch], Any]
 Key = TypeVar("Key", bound=Hashable)
 
-_WARMUP = 2  # rounds that are not counted
+_WARMUP = 2  # number of first rounds whose times are dropped
 
 
 def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> dict[Key, list[float]]:
-    """Time the forward passes in turn: in each round every one runs once.
+    """Time several forward passes in turn: in each round, every one of them runs once.
 
     Returns:
-        key → seconds of each round, without the warm-up rounds.
+        Key of `forwards` → seconds that this forward pass took in each round, without the warm-up rounds.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in forwards}
     for _ in range(_WARMUP + rounds):
@@ -36,10 +36,10 @@ def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> di
 
 
 def ratio(others: Sequence[float], seconds: Sequence[float]) -> Times:
-    """Return the speedup of a model over another model, with its 95 % interval.
+    """Return the median speedup of a model over another model, with its 95 % confidence interval.
 
     Args:
-        others: seconds of the other model in each round, of at least 6.
+        others: seconds of the other model in each round; at least 6 rounds.
         seconds: seconds of the model in the same rounds.
     """
     ratios = [other / own for other, own in zip(others, seconds, strict=True)]

@@ -34,7 +34,7 @@ def recover(
         collate: function that makes a batch from examples of `data`.
         curve: file of the training curve.
         residual: method that prunes a residual during the first training; None if the model has no residual.
-        storage: the form to which the factors are converted at the end; they are trained as factors in any case.
+        storage: the form that the factors have at the end; in training they always have the form `factors`.
     """
     steps = 0
     for training in recovery.trainings.values():
