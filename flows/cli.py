@@ -296,7 +296,7 @@ def other_study(
     ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
         metrics = {study.task: study.metric for study in studies}
-        print(seeds_table.to_text(*seeds_table.combined(seeds_table.joined(results), metrics)))
+        print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
         rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
@@ -333,7 +333,7 @@ def _run_tasks(
         finished = {seed: multi_seed.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             results[study.task], pairs[study.task] = seeds_table.collect(finished)
-            print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
+            print(seeds_table.to_text(seeds_table.cells(results[study.task])), flush=True)
     return ran, results, pairs, failed
 
 
