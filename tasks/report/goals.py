@@ -23,7 +23,7 @@ from tasks.report.choose_candidate import ROUNDING
 from tasks.report.non_inferiority import rows_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
-from tasks.report.runtimes import TITLES, Way, way
+from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
 
 _SMALLEST = 0.02  # the smallest keep to suggest; less leaves little of any model
 
@@ -77,11 +77,11 @@ def _amount(results: Results, goal: Goal, name: str) -> float:
     if goal.largest_drop is not None:
         scores = results.dense if name == "dense" else results.named(name).evaluation
         return results.metric.worse_by(scores.validation.metric, results.dense.validation.metric)
-    run = way(results, name, goal.runtime)
+    run = runtime_result(results, name, goal.runtime)
     return 1 / _speedup(run) if goal.speedup is not None else run.bytes
 
 
-def _speedup(run: Way) -> float:
+def _speedup(run: RuntimeResult) -> float:
     """Return the speedup over the original model in the same runtime, for the first input shape of the benchmark."""
     return next(iter(run.latencies.values())).of_same.median
 
@@ -140,7 +140,7 @@ def goal_rows(results: Results) -> list[Row]:
 
 def _cells(results: Results, result: GoalResult) -> dict[str, Cell]:
     name = result.candidate.name
-    run = way(results, name, result.goal.runtime)
+    run = runtime_result(results, name, result.goal.runtime)
     ends = results.difference(run.scored, DENSE)
     drops = any(goal.largest_drop is not None for goal in results.goals)
     return {

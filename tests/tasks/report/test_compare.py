@@ -792,10 +792,8 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     with pytest.raises(StageError, match=r"tasks\.export --recipe kfac --keep 0\.5"):
         results.load_results()
     make_exports("kfac-0.5", 0.7, 0.65)
-    ways = ("torch", "onnx", "int8")  # each twice as fast as the one before
-    make_benchmark(
-        "kfac-0.5", dense=dict(zip(ways, (1, 2, 4), strict=True)), candidate=dict(zip(ways, (8, 16, 32), strict=True))
-    )
+    dense, small = {"torch": 1, "onnx": 2, "int8": 4}, {"torch": 8, "onnx": 16, "int8": 32}
+    make_benchmark("kfac-0.5", dense=dense, candidate=small)
     compare.compare()
     lines = list(csv.DictReader(Path("reports/runtimes.csv").read_text().splitlines()))
     assert [(line["model"], line["runtime"], line["metric"], line["bytes"]) for line in lines] == [
