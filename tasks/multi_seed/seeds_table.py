@@ -6,6 +6,7 @@ A study of several tasks has one table per task, and one for all tasks.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,8 @@ def _with_dense(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
 def _in_order(lines: pd.DataFrame, goodness: pd.Series[float]) -> pd.DataFrame:
     """Sort lines by keep (the original model first, then the largest) and goodness; both arguments have one order."""
     keys = goodness.rename("goodness").reset_index()
-    keys["keep"] = pd.to_numeric(keys.keep, errors="coerce")  # nan for the original model
-    order = keys.sort_values(["keep", "goodness"], ascending=False, na_position="first").index
-    return lines.iloc[order].reset_index()
+    keys["keep"] = pd.to_numeric(keys.keep, errors="coerce").fillna(math.inf)  # the original model has no keep
+    return lines.iloc[keys.sort_values(["keep", "goodness"], ascending=False).index].reset_index()
 
 
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
