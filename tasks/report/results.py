@@ -315,7 +315,7 @@ def load_results() -> Results:
 def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark]) -> CandidateResults:
     name, options = candidate_name(recipe, keep), _options(recipe, keep)
     if name not in benchmarks:
-        raise StageError(f"{BENCHMARKS} has no {name}: run `python -m tasks.benchmark` again")
+        raise _stale(f"{BENCHMARKS} has no {name}", "benchmark")
     return CandidateResults(
         recipe=recipe,
         keep=keep,
@@ -342,7 +342,7 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
         for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
             by_model[name, str(model)] = rows
             if len(rows) != count:
-                raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
+                raise _stale(f"{rows_file(name)} has other {split} examples", command)
     return by_model
 
 
@@ -354,7 +354,7 @@ def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -
     except FileNotFoundError as error:
         raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
     except (OSError, ValueError) as error:
-        raise StageError(f"{path} is malformed ({error}): run `python -m tasks.{command}` again") from error
+        raise _stale(f"{path} is malformed ({error})", command) from error
 
 
 def _options(recipe: str, keep: str) -> str:
@@ -375,7 +375,7 @@ def _text(path: Path, command: str) -> str:
     except FileNotFoundError as error:
         raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise StageError(f"{path} cannot be read ({error}): run `python -m tasks.{command}` again") from error
+        raise _stale(f"{path} cannot be read ({error})", command) from error
 
 
 def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
@@ -384,9 +384,7 @@ def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise StageError(
-            f"{path} is malformed ({where}: {first['msg']}): run `python -m tasks.{command}` again"
-        ) from error
+        raise _stale(f"{path} is malformed ({where}: {first['msg']})", command) from error
 
 
 def _check(results: Results) -> None:
@@ -395,19 +393,15 @@ def _check(results: Results) -> None:
     for candidate in results.candidates:
         evaluation, file = candidate.evaluation, EVALUATIONS / f"{candidate.name}.json"
         scores = filter(None, (evaluation.shaped, evaluation.factorized, evaluation.recovered))
-        for fits, message, stage in (
-            (
-                names == {*candidate.decision.ranks},
-                f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has",
-                "search",
-            ),
-            (names == {*evaluation.targets}, f"{file} measures other targets than {TARGETS} has", "evaluate"),
-            (
-                {score.rows for score in scores} == {results.dense.score.rows},
-                f"{file} and {DENSE_METRICS} count different test examples",
-                "evaluate",
-            ),
-        ):
-            if not fits:
-                command = f"{stage} {_options(candidate.recipe, candidate.keep)}"
-                raise StageError(f"{message}: run `python -m tasks.{command}` again")
+        options = _options(candidate.recipe, candidate.keep)
+        if names != {*candidate.decision.ranks}:
+            raise _stale(f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has", f"search {options}")
+        if names != {*evaluation.targets}:
+            raise _stale(f"{file} measures other targets than {TARGETS} has", f"evaluate {options}")
+        if {score.rows for score in scores} != {results.dense.score.rows}:
+            raise _stale(f"{file} and {DENSE_METRICS} count different test examples", f"evaluate {options}")
+
+
+def _stale(problem: str, command: str) -> StageError:
+    """Return an error that asks to run a stage again."""
+    return StageError(f"{problem}: run `python -m tasks.{command}` again")

@@ -181,20 +181,21 @@ def make_candidate(
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
     factors = {each: 100 if rank is None else 20 * rank for each, rank in ranks.items()}
-    counts = {each: 0 if rank is None else rows for each, rank in ranks.items()}
-    sizes = {
-        each: {"rank": rank, "rows": counts[each], "parameters": factors[each] + 10 * counts[each]}
-        | {"loss_alone": (measured or {}).get(each)}
-        for each, rank in ranks.items()
-    }
-    after = sum(factors.values())
+    sizes = {}
+    for each, rank in ranks.items():
+        sparse = 0 if rank is None else rows
+        sizes[each] = {"rank": rank, "rows": sparse, "parameters": factors[each] + 10 * sparse}
+        sizes[each]["loss_alone"] = (measured or {}).get(each)
     decision = {
         "keep": keep,
         "ranks": ranks,
         "predicted_loss": {each: 0.1 * (place + 1) for place, each in enumerate(ranks)},
+        "parameters_before": 100 * len(target_names),
+        "parameters_after": sum(factors.values()),
+        "steps": len(searched.splitlines()),
+        "average_rank": average_rank,
+        "as_shaped": shaped is not None,
     }
-    decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
-    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
     write(f"models/ranks/{name}/ranks.json", decision)
     write(f"reports/search/{name}.jsonl", searched)
     before = None if rows else metric - 0.1 if factorized is None else factorized
@@ -205,7 +206,6 @@ def make_candidate(
         "validation": score(metric),
     }
     write_rows(name, factorized=before, recovered=metric)
-    total = after + sum(10 * each["rows"] for each in sizes.values())
     write(
         f"reports/evaluate/{name}.json",
         {
@@ -214,7 +214,7 @@ def make_candidate(
             "zero_shot": {},
             "continuations": [],
             "targets": sizes,
-            "target_parameters": total,
+            "target_parameters": sum(each["parameters"] for each in sizes.values()),
         },
     )
     make_benchmark(name, dense={"torch": 1.0}, candidate={"torch": 1.5})
