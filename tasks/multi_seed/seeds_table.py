@@ -48,8 +48,8 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Collect the results of all seeds from their workspaces.
 
     Returns:
-        A frame with a row per seed and candidate (the columns of reports/comparison.csv and relative numbers), and the
-        frame of `pairwise_differences.differences`.
+        Two DataFrames. The first has a row per seed and candidate, with the columns of reports/comparison.csv and
+        numbers relative to the original model and the control. `pairwise_differences.differences` makes the second.
     """
     seeds: dict[int, Results] = {}
     for seed, folder in folders.items():
@@ -94,7 +94,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of candidates as text, sorted by keep (largest first) and metric."""
+    """Return the table of candidates as text, a line per candidate: largest keep first, then best metric first."""
     metric = METRICS[rows.metric.iloc[0]]
     unit = ", %" if metric.share else ""
     groups = rows.groupby(CANDIDATE, sort=False)
@@ -119,10 +119,11 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
-    """Return the table of all tasks as text, as papers print GLUE: a line per candidate, a column per task.
+    """Return the table of all tasks as text, laid out as papers print results on GLUE.
 
-    The original model comes first. Metrics between -1 and 1 are printed × 100. If all metrics are, the last column is
-    their mean over the tasks, for the seeds that all tasks have. A missing value, or a mean with one, is a dash.
+    Each candidate has a line, each task a column. The original model comes first. Metrics between -1 and 1 are printed
+    × 100. If all tasks have such metrics, the last column is their mean over the tasks, for the seeds that all tasks
+    have. A dash stands for a missing value.
     """
     kinds = {task: METRICS[metric] for task, metric in metrics.items()}
     both = _with_dense(rows, {"recovered": "dense"})
@@ -142,7 +143,7 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
 
 
 def zero_shot(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of zero-shot tasks (of lm-eval) as text; the original model comes first."""
+    """Return the table of lm-eval's zero-shot tasks as text; the original model comes first."""
     names = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
     factors = {name: 1 if name.endswith(("perplexity", "bits_per_byte")) else 100 for name in names}
     values = _with_dense(rows, {name: f"dense.{name}" for name in names}).set_index(CANDIDATE)[names] * factors
@@ -181,7 +182,7 @@ def _one_decimal(*numbers: float) -> str:
 
 
 def _spread(values: pd.Series[float], text: Callable[..., str] = _one_decimal) -> str:
-    """Format mean and sample standard deviation (none for a single seed) with `text`; a dash if a value is missing."""
+    """Format the mean and the sample standard deviation (none for one seed) by `text`; a dash if a value is missing."""
     if values.isna().any():
         return "–"
     return text(values.mean(), values.std()) if len(values) > 1 else text(values.mean())
@@ -201,13 +202,13 @@ def page(
     name: str,
     command: str,
 ) -> tuple[pd.DataFrame, str]:
-    """Return the rows of all tasks, and the page as Markdown, with all tables and published numbers.
+    """Return a DataFrame with the rows of all tasks, and the page as Markdown, with all tables and published numbers.
 
-    Above each table are the settings of its study, without date or path. Times are those of this machine.
+    Above each table are the settings of its study, without date or path. The page names this machine.
 
     Args:
-        studies: one for each task.
-        rows, pairs: task → the frames from `collect`.
+        studies: the study of each task.
+        rows, pairs: task → the first and the second frame that `collect` returns.
         name: name of the study. The page links to NAME.csv and NAME.pairs.csv, which must be in the same folder.
         command: the command that made the page.
     """
@@ -229,7 +230,7 @@ def page(
 
 
 def _part(rows: pd.DataFrame, pairs: pd.DataFrame, study: StudyFile) -> list[str]:
-    """Return the blocks of one task: settings, tables and trials."""
+    """Return the part of the page on one task, as Markdown blocks: settings, tables and trials."""
     facts = {"Best after recovery": "; ".join(leaders(pairs, rows)) + "."} | _facts(rows, study.params)
     blocks = ["\n".join(f"- {topic}: {fact}" for topic, fact in facts.items()), _markdown(cells(rows))]
     zero = zero_shot(rows)
@@ -270,7 +271,7 @@ def _change_text(change: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _cited(study: StudyFile, metrics: TaskMetrics) -> list[str]:
-    """Return the blocks with the published numbers; [] if there are none for these tasks."""
+    """Return the Markdown blocks with the published numbers; [] if there are none for these tasks."""
     cited = published_numbers.beside(study.published, metrics)
     if not cited:
         return []
@@ -313,7 +314,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
-    """Describe the distinct settings of recovery fine-tuning, each with the recipes that have it, unless all do."""
+    """Describe each distinct setting of recovery fine-tuning, with its recipes unless all recipes have this setting."""
     by_text: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
@@ -336,7 +337,7 @@ def to_text(table: pd.DataFrame) -> str:
 
 
 def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:
-    """Write the page and, in the same folder, rows and differences as CSV files; return the paths of all files."""
+    """Write the page (`text`) to `table`, and rows and pairs as CSV files beside it; return the paths of all files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): pairs}
