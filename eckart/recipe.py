@@ -28,6 +28,9 @@ from eckart.shaping import Shaping
 PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
 """Parts of a recipe with several kinds to choose from."""
 
+RENAMED = {"rows": "examples"}
+"""Setting of an earlier version → its name now."""
+
 
 class Recipe(BaseModel):
     """Settings of a compression: which errors matter, how ranks are chosen, and how the model recovers.

@@ -67,7 +67,7 @@ def _text_drift(now: pd.DataFrame, then: pd.DataFrame, limits: Check) -> Finding
         return unmeasured("text drift", _BOTH, f"it needs at least {FEWEST} texts of each")
     if limits.largest_drift is None:
         return unmeasured("text drift", _BOTH, "check.largest_drift is null")
-    value, chance = drift(new, old, limits.drift_rows)
+    value, chance = drift(new, old, limits.drift_examples)
     note = (
         "a classifier tells them apart: find out why, or raise check.largest_drift until a champion knows these texts"
     )

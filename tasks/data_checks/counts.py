@@ -23,7 +23,7 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
         return
     for name, rows in splits.items():
         yield at_least(
-            "rows", name, len(rows), limits.fewest_rows, "add rows to the source, or lower check.fewest_rows"
+            "rows", name, len(rows), limits.fewest_examples, "add rows to the source, or lower check.fewest_examples"
         )
         if task.labels:
             counts = classes(rows, task)

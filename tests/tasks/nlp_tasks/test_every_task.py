@@ -142,7 +142,9 @@ def test_a_study_goes_from_files_to_scores(workspace: Path, data: dict[str, Any]
     write_base(workspace / "models/base/tiny")
     distillation = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
     changes = {"study": {"recipes": ["kfac"]}, "recipes": {"kfac": {"recovery": {"distillation": distillation}}}}
-    write_params(Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_rows": 7}, **changes))
+    write_params(
+        Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_examples": 7}, **changes)
+    )
     for stage in ("extract", "check", "teacher", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
