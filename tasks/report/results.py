@@ -36,7 +36,7 @@ from tasks.artifacts.results_schema import (
     DenseReport,
     Evaluation,
     Exports,
-    rows_file,
+    predictions_file,
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
@@ -302,8 +302,8 @@ def load_results() -> Results:
         only_answers={},
     )
     _check(results)
-    test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
-    only = {model: kind_of(task).only_answer(rows) for model, rows in test.items()}
+    test, validation = _read_predictions(results, "test"), _read_predictions(results, "validation")
+    only = {model: kind_of(task).only_answer(predictions) for model, predictions in test.items()}
     return replace(
         results,
         resampled=resampled(task, test),
@@ -331,24 +331,26 @@ def _export_command(name: str) -> str:
     return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
 
 
-def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
+def _read_predictions(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
     """Load the per-example results of all models, and check that each has the expected number of examples."""
-    count = (results.dense.score if split == "test" else results.dense.validation).rows
+    count = (results.dense.score if split == "test" else results.dense.validation).examples
     commands = {"dense": "dense"}
     commands |= {each.name: f"evaluate {_options(each.recipe, each.keep)}" for each in results.candidates}
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     by_model: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in commands.items():
-        for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
-            by_model[name, str(model)] = rows
-            if len(rows) != count:
-                raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
+        for model, predictions in read_predictions(Path(), name, command, split).groupby("model", sort=False):
+            by_model[name, str(model)] = predictions
+            if len(predictions) != count:
+                raise StageError(
+                    f"{predictions_file(name)} has other {split} examples: run `python -m tasks.{command}` again"
+                )
     return by_model
 
 
-def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results in one file (see `rows_file`). Error messages name `command`, which makes it."""
-    path = rows_file(name)
+def read_predictions(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
+    """Load one file of per-example results (`predictions_file`). Error messages name `command`, which makes it."""
+    path = predictions_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
     except FileNotFoundError as error:
@@ -403,7 +405,7 @@ def _check(results: Results) -> None:
             ),
             (names == {*evaluation.targets}, f"{file} measures other targets than {TARGETS} has", "evaluate"),
             (
-                {score.rows for score in scores} == {results.dense.score.rows},
+                {score.examples for score in scores} == {results.dense.score.examples},
                 f"{file} and {DENSE_METRICS} count different test examples",
                 "evaluate",
             ),

@@ -30,7 +30,7 @@ from flows.promotion.gates import (
 from tasks.artifacts.task_spec import SPLITS
 from tasks.nlp_tasks import kind_of
 from tasks.report.choose_candidate import Gate, Measured, Promotion
-from tasks.scoring.splits import write_rows
+from tasks.scoring.splits import write_predictions
 from tests import tiny
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
@@ -233,7 +233,7 @@ class TestLanguage:
         scored = kind_of(self.TASK).score(
             tiny.causal_llama(), tiny.words(), pd.DataFrame({"text": self.LINES}), 8, "test"
         )
-        taught(scored.rows)
+        taught(scored.predictions)
 
     @pytest.fixture
     def files(self, tmp_path: Path) -> Path:
@@ -265,7 +265,7 @@ class TestLanguage:
 
 def taught(rows: pd.DataFrame) -> None:
     """Write what the test rows contributed to the teacher, as the stage does."""
-    write_rows("dense", {"dense": {"test": rows}})
+    write_predictions("dense", {"dense": {"test": rows}})
 
 
 def spoken(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:

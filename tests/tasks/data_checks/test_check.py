@@ -68,7 +68,7 @@ def test_good_splits_break_nothing() -> None:
 def test_a_doubled_row_is_counted_once() -> None:
     doubled = pd.concat([rows(20, 0), rows(20, 0)[:5].assign(label=0)])
     limit = {"largest_doubled": 0.19}
-    assert broken(splits(train=doubled), **limit) == {("doubled rows", "train"): pytest.approx(5 / 25)}
+    assert broken(splits(train=doubled), **limit) == {("duplicates", "train"): pytest.approx(5 / 25)}
     assert broken(splits(train=doubled), largest_doubled=5 / 25) == {}
     assert broken(splits(train=doubled), largest_doubled=None) == {}
 
@@ -80,7 +80,7 @@ def test_a_leak_is_found_whatever_its_label_case_and_punctuation(name: str) -> N
     copied = good["train"]["text"][:6].str.upper().str.replace(" ", ", ")
     leaked.loc[leaked.index[:6], "text"] = copied.to_numpy()
     share = 6 / len(leaked)
-    assert broken(splits(**{name: leaked}), largest_leaked=share - 0.01) == {("leaked rows", name): share}
+    assert broken(splits(**{name: leaked}), largest_leaked=share - 0.01) == {("leaked examples", name): share}
     assert broken(splits(**{name: leaked}), largest_leaked=share) == {}
 
 
@@ -92,7 +92,7 @@ def test_pairs_leak_only_as_a_whole() -> None:
 
 def test_few_rows_an_absent_class_and_labels_out_of_range_are_found() -> None:
     few = rows(7, 3).assign(label=1)
-    assert broken(splits(validation=few)) == {("rows", "validation"): 7, ("rarest class", "validation"): 0}
+    assert broken(splits(validation=few)) == {("examples", "validation"): 7, ("rarest class", "validation"): 0}
     assert broken(splits(validation=few), fewest_examples=7, fewest_of_class=None) == {}
     numbers = splits(test=rows(9, 2).assign(label=np.float32([5.1, *range(6), -1, 0])))
     task = a_task("regression", [], "pearson")
@@ -173,9 +173,9 @@ def test_nothing_is_compared_without_a_champion_of_this_task(reference: Any) -> 
 
 def test_rows_that_are_lost_are_counted_and_rows_that_came_are_not() -> None:
     few, many = rows(60, 0), rows(80, 1)
-    assert changed(few, many)["lost rows"].value == 0.25
-    assert not changed(few, many)["lost rows"].passed
-    assert changed(many, few)["lost rows"].value == 0
+    assert changed(few, many)["lost examples"].value == 0.25
+    assert not changed(few, many)["lost examples"].passed
+    assert changed(many, few)["lost examples"].value == 0
 
 
 @pytest.fixture
