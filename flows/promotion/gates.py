@@ -62,7 +62,7 @@ class Recorded:
     """DVC's digest of the test examples."""
     metric: float
     """The candidate's metric on the test examples."""
-    teacher: float
+    dense: float
     """The original model's metric on the test examples."""
     validation: Measured
     """Measurements for the limits of params.yaml, with the metric on the validation examples."""
@@ -124,7 +124,7 @@ def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
     return replace(
         candidate.validation,
         metric=scored.score.metric,
-        teacher=candidate.teacher,
+        dense=candidate.dense,
         standard_error=_error(task, scored.predictions, predictions[predictions.model == DENSE[1]]),
     )
 

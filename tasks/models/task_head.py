@@ -121,7 +121,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
 
 
 def note(folder: Path, sentence: str) -> None:
-    """Write the sentence on the head into the folder of the teacher, unless it is empty."""
+    """Write the sentence on the head into the folder of the original model, unless it is empty."""
     if sentence:
         (folder / _FILE).write_text(f"{sentence}\n")
 

@@ -18,7 +18,7 @@ def conclusion(results: Results) -> list[str]:
     candidate = results.named(results.choice.nearest)
     answer = results.only_answers.get(candidate.after)
     sentences = [
-        teacher_warning(results),
+        dense_warning(results),
         _choice(results, candidate),
         _best_on_test(results),
         _goals(results),
@@ -42,7 +42,7 @@ def chosen(results: Results) -> Chosen:
     )
 
 
-def teacher_warning(results: Results) -> str | None:
+def dense_warning(results: Results) -> str | None:
     """Return a warning if the original model has hardly learned the task, because then the study says little."""
     dense, trivial = results.metric_of(DENSE), results.metric_of(TRIVIAL)
     return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.examples)

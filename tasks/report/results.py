@@ -211,7 +211,7 @@ class Results:
         return {
             candidate.name: Measured(
                 metric=candidate.evaluation.validation.metric,
-                teacher=self.dense.validation.metric,
+                dense=self.dense.validation.metric,
                 standard_error=standard_error(self.validated[candidate.after] - self.validated[DENSE]),
                 parameters=candidate.evaluation.target_parameters,
                 keep=candidate.evaluation.target_parameters / self.target_parameters,

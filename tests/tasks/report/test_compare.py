@@ -603,10 +603,10 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_study(["svd"], [0.5], ["map"])
-    assert conclusion.teacher_warning(results.load_results()) is None
+    assert conclusion.dense_warning(results.load_results()) is None
     write_dense(0.671, 0.671, trivial=0.651)
     compare.compare()
-    warned = conclusion.teacher_warning(results.load_results())
+    warned = conclusion.dense_warning(results.load_results())
     assert warned is not None
     for text in (compare.TEXT.read_text(), page(), capsys.readouterr().out):
         assert warned in plain(text)
