@@ -2,9 +2,9 @@
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
-The first table has the time to gather the statistics of two batches of 16 rows of 128 tokens, divided by the time of a
-forward and backward pass of the same rows without statistics (with gradients of weights, as in training). `naive` are
-hooks that sum XᵀX, DᵀD and each sample's squared gradient.
+The first table has the time to gather the statistics of two batches of 16 examples of 128 tokens, divided by the time
+of a forward and backward pass of the same examples without statistics (with gradients of weights, as in training).
+`naive` are hooks that sum XᵀX, DᵀD and each sample's squared gradient.
 The second table compares the decomposition with two others: an SVD after whitening both sides with Cholesky roots, and
 the plain SVD.
 """
@@ -25,7 +25,7 @@ from eckart.factorization.weighted_svd import decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
 
-BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
+BATCHES, EXAMPLES, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four of twelve layers are enough, since all cost the same. The second batch is added to the sums of the first."""
 
 KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")
@@ -97,8 +97,8 @@ def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[
 def calibration() -> None:
     config = BertConfig(num_hidden_layers=LAYERS, vocab_size=1000)
     model = BertForSequenceClassification(config).eval()
-    words = torch.randint(1000, (ROWS, TOKENS))
-    batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(ROWS) % 2}
+    words = torch.randint(1000, (EXAMPLES, TOKENS))
+    batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(EXAMPLES) % 2}
     batches = [batch] * BATCHES
     targets = find_targets(model, batch, include=["*.encoder.*"]).targets
     jobs: dict[str, Callable[[], object]] = {
@@ -139,7 +139,8 @@ def moments(size: int) -> Tensor:
 
 def decompositions() -> None:
     print(
-        "\n| map | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD | loss at rank 192, ÷ Cholesky's - 1 |"
+        "\n| linear layer | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD "
+        "| loss at rank 192, ÷ Cholesky's - 1 |"
     )
     print("|---|---|---|---|---|---|")
     for out, in_ in SHAPES:
@@ -164,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     calibration()
     decompositions()
-    batches = f"{BATCHES} batches of {ROWS} rows of {TOKENS} tokens"
+    batches = f"{BATCHES} batches of {EXAMPLES} examples of {TOKENS} tokens"
     print(f"\n1 thread, {batches}, medians of {RUNS} rounds, torch {torch.__version__}")
 
 

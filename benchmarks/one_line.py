@@ -4,7 +4,7 @@
 
 The default is `quantize_dynamic(model, quantized)` of the exported dense model, without further arguments, in a session
 with onnxruntime's default options. Our int8 files run with the options of the stages. All files are timed in turns,
-with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on the test rows.
+with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on the test examples.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
         print("|---" * (3 + len(cases)) + "|")
         for row in rows({ONE_LINE: line, **ours}, forwards, cases, threads):
             print(row, flush=True)
-    print(f"\n{threads} thread, rows × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
+    print(f"\n{threads} thread, examples × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
 
 
 if __name__ == "__main__":
