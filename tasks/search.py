@@ -113,7 +113,7 @@ class _Data:
             self.curve.write_text("")
 
     def train(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None:
-        """Train the model on at most `examples` random training examples, None: all; then move it to the CPU."""
+        """Train the model on at most `examples` random training examples (None: all), then move it to the CPU."""
         data = encoded("train", self.tokenizer)
         if examples is not None and examples < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
