@@ -52,8 +52,8 @@ def main() -> None:
     for name in names:
         with redirect_stdout(sys.stderr):
             scores[name] = score_on("test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16").score.metric
-    rows, tokens = settings.shapes[0]
-    inputs = random_inputs(models["dense", "float32"], rows, tokens)
+    examples, tokens = settings.shapes[0]
+    inputs = random_inputs(models["dense", "float32"], examples, tokens)
     taken = in_rounds({way: partial(in_torch, model) for way, model in models.items()}, inputs, settings.repetitions)
     print("| in bfloat16 | metric | MB in memory | × itself in float32 | × dense in float32 | × dense in bfloat16 |")
     print("|---|---|---|---|---|---|")
@@ -63,7 +63,7 @@ def main() -> None:
         cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
         size = models[name, "bfloat16"].get_memory_footprint() / 1e6
         print(f"| {name} | {scores[name]:.4f} | {size:.1f} | {' | '.join(cells)} |")
-    print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
+    print(f"\n{threads} thread, {examples} examples of {tokens} tokens, medians of {settings.repetitions} rounds")
 
 
 if __name__ == "__main__":

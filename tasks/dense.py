@@ -1,5 +1,5 @@
 """Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, with the results
-of each example in reports/rows/dense.parquet."""
+of each example in reports/predictions/dense.parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.bootstrap import interval, metric_of_all, resampled
-from tasks.scoring.splits import all_scores, same_weights, write_rows
+from tasks.scoring.splits import all_scores, same_weights, write_predictions
 from tasks.scoring.trivial_baseline import TRIVIAL, warning
 
 
@@ -24,17 +24,19 @@ def dense() -> None:
     """Score the original model, the control and the trivial baseline. The models are scored as candidates are."""
     task = load_task()
     model, tokenizer = _load(TEACHER)
-    scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
-    trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), tokenizer)
-    trivial = metric_of_all(task, trivial_rows)
+    scores, predictions = control, control_predictions = all_scores(model, tokenizer, "dense")
+    trivial_predictions = kind_of(task).trivial(load_split("train"), load_split("test"), tokenizer)
+    trivial = metric_of_all(task, trivial_predictions)
     say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
-    drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
+    drawn = resampled(task, {"dense": predictions["test"], TRIVIAL: trivial_predictions})
     difference = interval(drawn["dense"] - drawn[TRIVIAL])
-    warn(warning(task, scores.score.metric, trivial, difference, len(trivial_rows)))
+    warn(warning(task, scores.score.metric, trivial, difference, len(trivial_predictions)))
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
-        control, control_rows = all_scores(*_load(CONTROL), "control")
-    write_rows("dense", {"dense": rows, "control": control_rows, TRIVIAL: {"test": trivial_rows}})
+        control, control_predictions = all_scores(*_load(CONTROL), "control")
+    write_predictions(
+        "dense", {"dense": predictions, "control": control_predictions, TRIVIAL: {"test": trivial_predictions}}
+    )
     result = DenseReport(
         **dict(scores),
         size=measured,

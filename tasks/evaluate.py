@@ -1,5 +1,5 @@
 """Stage evaluate: score a candidate after each step of its compression, and measure its size →
-reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/rows/RECIPE-KEEP.parquet."""
+reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/predictions/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import StageError, run_candidate
-from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
+from tasks.scoring.splits import Predictions, all_scores, same_weights, score_on, write_predictions
 
 
 class EvaluationParts(BaseModel):
@@ -62,7 +62,7 @@ def evaluate(recipe: str, keep: str) -> None:
     alone = _losses_alone(name, targets, decision) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
     unchanged = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
-    scores, rows = all_scores(model, tokenizer, "recovered", unchanged)
+    scores, predictions = all_scores(model, tokenizer, "recovered", unchanged)
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,
@@ -78,8 +78,8 @@ def evaluate(recipe: str, keep: str) -> None:
         raise StageError(
             f"the targets keep {result.target_parameters} parameters, more than the {allowed} of keep={keep}"
         )
-    factorized_rows: dict[str, Rows] = {"factorized": {"test": before.rows}} if before else {}
-    write_rows(name, factorized_rows | {"recovered": rows})
+    unrecovered: dict[str, Predictions] = {"factorized": {"test": before.predictions}} if before else {}
+    write_predictions(name, unrecovered | {"recovered": predictions})
     EVALUATIONS.mkdir(parents=True, exist_ok=True)
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
 

@@ -42,7 +42,7 @@ def extract() -> None:
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
-            say(f"{name}: {len(frame)} rows")
+            say(f"{name}: {len(frame)} examples")
         names = ("metric", "max_length", "target_length", "prefix", "stride", "seed")
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
@@ -61,7 +61,9 @@ def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[st
     splits = split_source(load(params), params)
     for name, frame in splits.items():
         if frame.empty:
-            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
+            raise StageError(
+                f"the {name} split of {params.source} is empty: give it more examples, or raise data.shares"
+            )
     return splits, task_class(params.task).convert_labels(splits, params)
 
 

@@ -35,7 +35,7 @@ class Train(Protocol):
     examples to use, drawn at random (None: all).
     """
 
-    def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
+    def __call__(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)

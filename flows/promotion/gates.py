@@ -20,7 +20,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers, Scored
 from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, Promotion, short
-from tasks.report.results import DENSE, read_rows
+from tasks.report.results import DENSE, read_predictions
 from tasks.runtime.stage_runner import StageError, quiet
 from tasks.scoring.bootstrap import resampled, standard_error
 
@@ -62,7 +62,7 @@ class Recorded:
     """DVC's digest of the test examples."""
     metric: float
     """The candidate's metric on the test examples."""
-    teacher: float
+    dense: float
     """The original model's metric on the test examples."""
     validation: Measured
     """Measurements for the limits of params.yaml, with the metric on the validation examples."""
@@ -113,19 +113,19 @@ def measure(
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
         scored = _champions(champion, tokenizer, task, terms)
-        error = _error(task, ours.rows, scored.rows)
+        error = _error(task, ours.predictions, scored.predictions)
         gates.append(gain(metric, scored.score.metric, error, champion, terms))
     return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
     """Return the candidate's measurements, with metrics and standard error replaced by those on the test examples."""
-    rows = read_rows(Path(), DENSE[0], "dense")
+    predictions = read_predictions(Path(), DENSE[0], "dense")
     return replace(
         candidate.validation,
         metric=scored.score.metric,
-        teacher=candidate.teacher,
-        standard_error=_error(task, scored.rows, rows[rows.model == DENSE[1]]),
+        dense=candidate.dense,
+        standard_error=_error(task, scored.predictions, predictions[predictions.model == DENSE[1]]),
     )
 
 

@@ -18,7 +18,7 @@ from tasks.data.loading import batches, encoded
 from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
-from tasks.scoring.splits import Rows, score_on, write_rows
+from tasks.scoring.splits import Predictions, score_on, write_predictions
 
 _EXAMPLES = 256  # maximum number of examples that are taken from a split
 _BATCH = 32  # examples per batch
@@ -40,7 +40,7 @@ def export_and_score(name: str, folder: Path) -> None:
     task = load_task()
     model, tokenizer = load(folder, kind_of(task).auto, torch.float32)
     files: dict[Runtime, ExportedFile] = {}
-    rows: dict[str, Rows] = {}
+    predictions: dict[str, Predictions] = {}
     with output(ONNX / name) as out:
         try:
             onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _examples("test", model, tokenizer))
@@ -53,10 +53,10 @@ def export_and_score(name: str, folder: Path) -> None:
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
                 parts = out.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
                 files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
-                rows[runtime] = {"test": scored.rows}
+                predictions[runtime] = {"test": scored.predictions}
         except onnx.ExportError as error:
             raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
-    write_rows(exported_name(name), rows)
+    write_predictions(exported_name(name), predictions)
     EXPORTS.mkdir(parents=True, exist_ok=True)
     (EXPORTS / f"{name}.json").write_text(Exports.model_validate(files).model_dump_json(indent=2))
 
@@ -98,8 +98,8 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{file} cannot be written: {error}") from error
     logits = "its int8 logits" if int8 else "onnxruntime's logits"
     return (
-        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.rows} examples {logits} "
-        f"are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
+        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
+        f"{logits} are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
     )
 
 

@@ -68,7 +68,7 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _rows(seed: int, results: Results, folder: Path) -> pd.DataFrame:
     rows, size = pd.DataFrame(table_numbers(results)), results.dense.size
     rows.insert(0, "seed", seed)
-    rows["test_rows"] = results.dense.score.rows
+    rows["test_rows"] = results.dense.score.examples
     rows["trivial"] = results.dense.trivial
     for name, reference in REFERENCES.items():
         rows[f"of_{name}"] = pd.Series([results.retained(value, reference) for value in rows.recovered], dtype=float)

@@ -87,7 +87,7 @@ class MultiLabelClassification(SequenceTask):
             "exact_match": float(accuracy_score(true, guesses)),
         }
 
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": list(labels.astype(int)), "guess": list(_predicted(outputs))})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:

@@ -54,7 +54,7 @@ class Scored:
     """Score of a model on some examples, with per-example results."""
 
     score: Score
-    rows: pd.DataFrame
+    predictions: pd.DataFrame
     """One row for each example, in order; `NlpTask.on_draws` computes the metric from these rows."""
 
 
@@ -98,7 +98,7 @@ class NlpTask(ABC):
 
     @abstractmethod
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Fit the trivial baseline to `train`. Return its results on each row of `frame`, as in `Scored.rows`."""
+        """Fit the trivial baseline to `train`. Return its results on `frame`, as in `Scored.predictions`."""
 
     # Data: by default text and text_pair are strings, and labels are not converted.
 
@@ -138,7 +138,7 @@ class NlpTask(ABC):
         filled = frame.drop(columns=[name for name in cls.may_be_empty if name in frame])
         if holes := (filled.isna() | filled.isin([""])).any(axis=1).sum():
             columns = " or ".join(names[str(name)] for name in filled)
-            raise StageError(f"{source} has {holes} rows with an empty {columns}: remove them")
+            raise StageError(f"{source} has {holes} examples with an empty {columns}: remove them")
         for name in cls.text_columns:
             if name in frame and not pd.api.types.is_string_dtype(frame[name]):
                 raise StageError(f"column {names[name]} of {source} is not text: data.columns must name strings")
@@ -232,7 +232,7 @@ class NlpTask(ABC):
             classes=self.problem_type != "regression",
         )
 
-    # Scores and answers: by default the metric is the mean of the column of `Scored.rows` with the same name.
+    # Scores and answers: by default the metric is the mean of the column of `Scored.predictions` with the same name.
 
     own_metrics: ClassVar[Mapping[MetricName, Metric]] = {}
     """Definitions of those `metrics` that tasks/artifacts/metrics.py does not define."""
@@ -244,7 +244,7 @@ class NlpTask(ABC):
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        """Return a function that computes the study's metric on bootstrap draws of `rows`, the rows of a `Scored`."""
+        """Return a function that computes the study's metric on bootstrap draws of `rows`, of `Scored.predictions`."""
         return mean_of(rows[self.spec.metric])
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
@@ -260,8 +260,9 @@ class NlpTask(ABC):
 
     # Helpers for subclasses.
 
-    def scored(self, metrics: dict[MetricName, float], loss: float, rows: pd.DataFrame) -> Scored:
-        return Scored(Score(metric=metrics[self.spec.metric], loss=loss, rows=len(rows), metrics=metrics), rows)
+    def scored(self, metrics: dict[MetricName, float], loss: float, predictions: pd.DataFrame) -> Scored:
+        score = Score(metric=metrics[self.spec.metric], loss=loss, examples=len(predictions), metrics=metrics)
+        return Scored(score, predictions)
 
     def check_offsets(self, tokenizer: Tokenizer) -> None:
         """Check that the tokenizer can return the character offsets of its tokens.

@@ -45,7 +45,7 @@ class Regression(SequenceTask):
                     f"{column} is not numeric ({error}): correct it, or set data.task to classification"
                 ) from error
             if not np.isfinite(frame["label"]).all():
-                raise StageError(f"{column} has labels that are not finite: remove those rows")
+                raise StageError(f"{column} has labels that are not finite: remove those examples")
         return ()
 
     def head(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Regression(SequenceTask):
         values = outputs.squeeze(-1)
         return {"pearson": _correlation(pearsonr, labels, values), "spearman": _correlation(spearmanr, labels, values)}
 
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": labels, "value": outputs.squeeze(-1)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:

@@ -81,7 +81,7 @@ class Measured:
     """The measurements of a candidate that have limits. Both metrics are from the same examples."""
 
     metric: float
-    teacher: float
+    dense: float
     """The metric of the original model."""
     standard_error: float
     """The standard error of the difference between the two metrics."""
@@ -110,10 +110,10 @@ def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
 
 
 def _drop(measured: Measured, metric: MetricName, limits: Limits) -> Gate:
-    drop, chance = METRICS[metric].worse_by(measured.metric, measured.teacher), limits.chance(measured.standard_error)
+    drop, chance = METRICS[metric].worse_by(measured.metric, measured.dense), limits.chance(measured.standard_error)
     words = (
         f"{METRICS[metric].title} {short(measured.metric)} is {short(abs(drop))} {'better' if drop < 0 else 'worse'} "
-        f"than the original model's {short(measured.teacher)}; a drop of {short(limits.largest_drop)} is allowed, and "
+        f"than the original model's {short(measured.dense)}; a drop of {short(limits.largest_drop)} is allowed, and "
         f"{short(chance)} more for chance"
     )
     return Gate(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tasks.config.schema import Goal
 from tasks.report.cells import Cell, Row, cell
 from tasks.report.choose_candidate import ROUNDING
-from tasks.report.non_inferiority import rows_wanted, statistics
+from tasks.report.non_inferiority import examples_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
@@ -184,5 +184,7 @@ def _shown(results: Results, result: GoalResult) -> str:
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
     chosen = statistics(results, result.candidate, DENSE, margin)
-    needed = "" if chosen.wanted is None else f"; for {result.candidate.name} {rows_wanted([chosen])} would be needed"
+    needed = (
+        "" if chosen.wanted is None else f"; for {result.candidate.name} {examples_wanted([chosen])} would be needed"
+    )
     return f"none{needed}"

@@ -36,7 +36,7 @@ from tasks.artifacts.results_schema import (
     DenseReport,
     Evaluation,
     Exports,
-    rows_file,
+    predictions_file,
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
@@ -211,7 +211,7 @@ class Results:
         return {
             candidate.name: Measured(
                 metric=candidate.evaluation.validation.metric,
-                teacher=self.dense.validation.metric,
+                dense=self.dense.validation.metric,
                 standard_error=standard_error(self.validated[candidate.after] - self.validated[DENSE]),
                 parameters=candidate.evaluation.target_parameters,
                 keep=candidate.evaluation.target_parameters / self.target_parameters,
@@ -302,8 +302,8 @@ def load_results() -> Results:
         only_answers={},
     )
     _check(results)
-    test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
-    only = {model: kind_of(task).only_answer(rows) for model, rows in test.items()}
+    test, validation = _read_predictions(results, "test"), _read_predictions(results, "validation")
+    only = {model: kind_of(task).only_answer(predictions) for model, predictions in test.items()}
     return replace(
         results,
         resampled=resampled(task, test),
@@ -331,27 +331,27 @@ def _export_command(name: str) -> str:
     return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
 
 
-def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
+def _read_predictions(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
     """Load the per-example results of all models, and check that each has the expected number of examples."""
-    count = (results.dense.score if split == "test" else results.dense.validation).rows
+    count = (results.dense.score if split == "test" else results.dense.validation).examples
     commands = {"dense": "dense"}
     commands |= {each.name: f"evaluate {_options(each.recipe, each.keep)}" for each in results.candidates}
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     by_model: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in commands.items():
-        for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
-            by_model[name, str(model)] = rows
-            if len(rows) != count:
-                raise _stale(f"{rows_file(name)} has other {split} examples", command)
+        for model, predictions in read_predictions(Path(), name, command, split).groupby("model", sort=False):
+            by_model[name, str(model)] = predictions
+            if len(predictions) != count:
+                raise _stale(f"{predictions_file(name)} has other {split} examples", command)
     return by_model
 
 
-def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results of a split from the file `rows_file(name)`.
+def read_predictions(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
+    """Load the per-example results of a split from the file `predictions_file(name)`.
 
     Error messages name `command`, the stage that makes this file.
     """
-    path = rows_file(name)
+    path = predictions_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
     except FileNotFoundError as error:
@@ -401,7 +401,7 @@ def _check(results: Results) -> None:
             raise _stale(f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has", f"search {options}")
         if names != {*evaluation.targets}:
             raise _stale(f"{file} measures other targets than {TARGETS} has", f"evaluate {options}")
-        if {score.rows for score in scores} != {results.dense.score.rows}:
+        if {score.examples for score in scores} != {results.dense.score.examples}:
             raise _stale(f"{file} and {DENSE_METRICS} count different test examples", f"evaluate {options}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.artifacts.results_schema import Scores, rows_file
+from tasks.artifacts.results_schema import Scores, predictions_file
 from tasks.artifacts.task_spec import Split, load_split, load_task
 from tasks.config.schema import Evaluate, section
 from tasks.nlp_tasks import kind_of
@@ -21,8 +21,8 @@ from tasks.runtime.stage_runner import say
 from tasks.scoring.generation_samples import continuations
 from tasks.scoring.zero_shot import zero_shot
 
-Rows = Mapping[Split, pd.DataFrame]
-"""Split → per-example results (`Scored.rows`)."""
+Predictions = Mapping[Split, pd.DataFrame]
+"""Split → per-example results (`Scored.predictions`)."""
 
 
 def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
@@ -30,13 +30,13 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
     scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
-    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
+    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.examples} {split} examples")
     return scored
 
 
 def all_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
-) -> tuple[Scores, Rows]:
+) -> tuple[Scores, Predictions]:
     """Return all scores of a model that may be promoted, and its per-example results.
 
     `scored` is the result on the test split if it was computed before; None: it is computed here.
@@ -49,7 +49,7 @@ def all_scores(
         zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
         continuations=continuations(model, tokenizer, settings.continuation),
     )
-    return scores, {"test": test.rows, "validation": validation.rows}
+    return scores, {"test": test.predictions, "validation": validation.predictions}
 
 
 def same_weights(before: Path, after: Path) -> bool:
@@ -58,16 +58,18 @@ def same_weights(before: Path, after: Path) -> bool:
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
-def write_rows(name: str, models: Mapping[str, Rows]) -> None:
+def write_predictions(name: str, models: Mapping[str, Predictions]) -> None:
     """Save the per-example results of several models in one file, with columns `model` and `split`.
 
     Args:
         name: name of a candidate, or `dense`; it becomes the name of the file.
         models: name of a model in the file, such as `recovered` → its results.
     """
-    path = rows_file(name)
+    path = predictions_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [
-        rows.assign(model=model, split=split) for model, by_split in models.items() for split, rows in by_split.items()
+        table.assign(model=model, split=split)
+        for model, by_split in models.items()
+        for split, table in by_split.items()
     ]
     pd.concat(parts, ignore_index=True).to_parquet(path, index=False)

@@ -175,6 +175,22 @@ def test_an_unknown_key_is_one_line() -> None:
         only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        ({"kind": "tolerance", "rows": 8}, "recipes.mine.ranks"),
+        ({"kind": "hypernetwork", "rows": None, "examples": 8}, "recipes.mine.ranks"),
+        ({"kind": "borrowed", "ranks": {"kind": "tolerance", "rows": 8}}, "recipes.mine.ranks.ranks"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_is_named_as_it_is_now(ranks: dict[str, Any], place: str) -> None:
+    assert advice(only(tiny(recipes={"mine": {"ranks": ranks}}), f"{place}.rows")) == {
+        "write",
+        *place.split("."),
+        "examples",
+    }
+
+
 @pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])
 def test_a_section_that_is_no_mapping_is_one_line(value: Any) -> None:
     for place in MAPPINGS:

@@ -74,7 +74,7 @@ def answered(root: Path, name: str, **models: list[int]) -> None:
         for model, right in models.items()
         for split in ("test", "validation")
     ]
-    pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
+    pd.concat(frames).to_parquet(root / f"reports/predictions/{name}.parquet")
     file = root / ("reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json")
     report = json.loads(file.read_text())
     if name == "dense":

@@ -51,8 +51,8 @@ def target(name: str) -> dict[str, Any]:
     return {"name": name, "out_features": 10, "in_features": 10, "input_of": name}
 
 
-def score(metric: float, loss: float = 0.5, rows: int = 400) -> dict[str, Any]:
-    return {"metric": metric, "loss": loss, "rows": rows, "metrics": {"accuracy": metric}}
+def score(metric: float, loss: float = 0.5, examples: int = 400) -> dict[str, Any]:
+    return {"metric": metric, "loss": loss, "examples": examples, "metrics": {"accuracy": metric}}
 
 
 def size(parameters: int) -> dict[str, int]:
@@ -123,23 +123,23 @@ def write_dense(dense: float, control: float, **changes: Any) -> None:
         "control": {"score": score(control), **scores},
     }
     write("reports/dense.json", {**report, **changes})
-    write_rows("dense", dense=dense, control=control, trivial=changes.get("trivial", trivial))
+    write_predictions("dense", dense=dense, control=control, trivial=changes.get("trivial", trivial))
 
 
-def write_rows(name: str, **models: float | None) -> None:
+def write_predictions(name: str, **models: float | None) -> None:
     """Write the results of 400 examples for models with exactly these metrics, but for correlations.
 
     Test rows, and of models that could be shipped validation rows, which say the same.
     """
     task = json.loads(Path("data/splits/task.json").read_text())
-    Path("reports/rows").mkdir(parents=True, exist_ok=True)
+    Path("reports/predictions").mkdir(parents=True, exist_ok=True)
     frames = [
         rows_of(task, metric).assign(model=model, split=split)
         for split, unscored in (("test", ()), ("validation", ("factorized", "trivial")))
         for model, metric in models.items()
         if metric is not None and model not in unscored
     ]
-    pd.concat(frames).to_parquet(f"reports/rows/{name}.parquet", index=False)
+    pd.concat(frames).to_parquet(f"reports/predictions/{name}.parquet", index=False)
 
 
 def rows_of(task: dict[str, Any], metric: float) -> pd.DataFrame:
@@ -205,7 +205,7 @@ def make_candidate(
         "recovered": score(metric),
         "validation": score(metric),
     }
-    write_rows(name, factorized=before, recovered=metric)
+    write_predictions(name, factorized=before, recovered=metric)
     write(
         f"reports/evaluate/{name}.json",
         {
@@ -405,8 +405,8 @@ def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path) -
         "data/splits/task.json": "extract",
         "data/importance/targets.json": "importance",
         "reports/dense.json": "dense",
-        "reports/rows/dense.parquet": "dense",
-        "reports/rows/svd-0.5.parquet": f"evaluate {of_candidate}",
+        "reports/predictions/dense.parquet": "dense",
+        "reports/predictions/svd-0.5.parquet": f"evaluate {of_candidate}",
         "reports/control.jsonl": "control",
         "reports/teacher.jsonl": "teacher",
         "models/ranks/svd-0.5/ranks.json": f"search {of_candidate}",
@@ -438,7 +438,7 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
     results.load_results()
-    write_dense(0.8, 0.8, score=score(0.8, rows=399))
+    write_dense(0.8, 0.8, score=score(0.8, examples=399))
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*reports/dense\.json"):
         results.load_results()
 
@@ -603,10 +603,10 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_study(["svd"], [0.5], ["map"])
-    assert conclusion.teacher_warning(results.load_results()) is None
+    assert conclusion.dense_warning(results.load_results()) is None
     write_dense(0.671, 0.671, trivial=0.651)
     compare.compare()
-    warned = conclusion.teacher_warning(results.load_results())
+    warned = conclusion.dense_warning(results.load_results())
     assert warned is not None
     for text in (compare.TEXT.read_text(), page(), capsys.readouterr().out):
         assert warned in plain(text)
@@ -615,7 +615,7 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
 
 def test_a_candidate_that_gives_one_answer_is_named(workspace: Path) -> None:
     make_study(["svd", "kfac"], [0.5], ["map"])
-    file = Path("reports/rows/kfac-0.5.parquet")
+    file = Path("reports/predictions/kfac-0.5.parquet")
     rows = pd.read_parquet(file)
     rows.loc[rows.model == "recovered", "guess"] = 1
     rows.to_parquet(file)
@@ -780,7 +780,7 @@ def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) ->
         f"reports/onnx/{name}.json",
         {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
     )
-    write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
+    write_predictions(f"{name}.onnx", onnx=onnx, int8=int8)
 
 
 def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
