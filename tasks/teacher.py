@@ -47,15 +47,15 @@ def teacher() -> None:
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
         licence.write(folder, base.licence)
-        task_head.note(folder, base.head)
+        task_head.write_note(folder, base.head)
 
 
 def _check(base: Base, settings: Training, task: Task) -> None:
     """Raise StageError if the model cannot do the task; print what was done with its head."""
     if base.fit == "other" and not settings.epochs:
         raise StageError(
-            f"{base.head} With teacher.epochs: 0 nothing would teach it: raise them, or give the outputs the names of "
-            "the labels, in id2label and label2id of its config.json"
+            f"{base.head} With teacher.epochs: 0 the new head stays untrained: raise teacher.epochs, or give the "
+            "outputs the names of the labels, in id2label and label2id of its config.json"
         )
     if base.head:
         say(base.head)

@@ -63,7 +63,7 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
         ValueError: `keep` lies outside (0, 1].
     """
     if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} is no share: write a number above 0 and up to 1")
+        raise ValueError(f"keep={keep} is not a share: write a number above 0 and up to 1")
     # rounded first, so that 0.29 of 100 is 29, not 28
     return int(round(keep * sum(target.parameters for target in targets), 6))
 
@@ -81,7 +81,7 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
         candidates = [target for target in targets if largest_rank(target)] or targets
         largest = max(candidates, key=lambda target: target.step)
         raise NoRank(
-            f"keep={keep:g} leaves no rank to some of {len(candidates)} targets, of which {largest.name} asks for "
-            f"{cost(largest, 1)} parameters a rank: raise keep or exclude targets"
+            f"keep={keep:g} is too small for rank 1 of all {len(candidates)} targets; {largest.name} needs "
+            f"{cost(largest, 1)} parameters per rank: raise keep or exclude targets"
         )
     return budget

@@ -93,7 +93,7 @@ def search_ranks(
     chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
-        raise ValueError(f"the ranks keep {after} parameters, more than {keep:g} of all allows")
+        raise ValueError(f"the ranks keep {after} parameters, more than keep={keep:g} allows")
     return chosen
 
 

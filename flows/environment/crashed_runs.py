@@ -25,7 +25,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @contextmanager
-def noted(run: str) -> Iterator[None]:
+def lock_run(run: str) -> Iterator[None]:
     """Mark runs that were killed as crashed; then keep a locked file for this run while the block runs."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
     for file in _FOLDER.glob("[!.]*"):  # a file with a leading dot is not locked yet

@@ -20,7 +20,7 @@ from flows.display import prefect_artifacts
 from flows.engine import nothing_to_do, stages
 from flows.engine.stages import Outcome
 from flows.environment import crashed_runs, settings
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.promotion import gates
 from flows.promotion.gates import Champion, Recorded, Refused, Terms
 from flows.registry import model_package, versions
@@ -70,7 +70,7 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
     try:
         deployment_owner.check()
         stages.check_workspace()
-        with crashed_runs.noted(str(flow_run.id)):
+        with crashed_runs.lock_run(str(flow_run.id)):
             terms = _terms()
             try:
                 conclusion = _promote(terms, again, first, candidate)
@@ -80,7 +80,7 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
             _show(terms.wanted.model, conclusion.message, conclusion.gates)
     except EckartError as error:  # without a traceback, because a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
-        message = shown(str(error))
+        message = redact(str(error))
         return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
     return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
 

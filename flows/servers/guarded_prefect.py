@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.servers.access_guard import Guard
 
 _LONGEST = 200  # characters of a library's message that are printed
@@ -42,7 +42,7 @@ def main() -> None:
     try:
         if file:
             _check_database(file, settings.server.memo_store_path)
-        asyncio.run(_serve(listener, f"Prefect {shown(database)}"))
+        asyncio.run(_serve(listener, f"Prefect {redact(database)}"))
     except Exception as error:
         print(_message(error, file), flush=True)
         os._exit(1)  # threads of the server's services may still run

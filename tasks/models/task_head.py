@@ -120,14 +120,14 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     return in_words(config, task.kind, task.labels)
 
 
-def note(folder: Path, sentence: str) -> None:
+def write_note(folder: Path, sentence: str) -> None:
     """Write the sentence on the head into the folder of the teacher, unless it is empty."""
     if sentence:
         (folder / _FILE).write_text(f"{sentence}\n")
 
 
-def noted(folder: Path) -> str:
-    """Return the sentence that `note` wrote; empty if there is none."""
+def read_note(folder: Path) -> str:
+    """Return the sentence that `write_note` wrote; empty if there is none."""
     file = folder / _FILE
     return file.read_text().strip() if file.exists() else ""
 

@@ -127,12 +127,10 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
         return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
     if all(loss.interval_holds for loss in open_.values()):
         first = next(iter(open_.values()))
-        few = (
-            f"a change in {percent(first.unseen)} of all examples may show in none of {counted(first.rows, 'example')}"
-        )
+        few = f"{counted(first.rows, 'example')} can miss a change that affects {percent(first.unseen)} of all examples"
         reason = few if first.is_mean else "no interval from so few examples is reliable"
-        return f": {reason}; {rows_wanted(open_.values())} would"
-    return f": {rows_wanted(open_.values())} would"
+        return f": {reason}; {rows_wanted(open_.values())} would show it"
+    return f": {rows_wanted(open_.values())} would show it"
 
 
 def rows_wanted(losses: Iterable[Statistics]) -> str:
