@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tasks.artifacts.limits import within
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import ROUNDING
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
@@ -57,13 +57,13 @@ class Statistics:
 
     @property
     def interval_holds(self) -> bool:
-        return self.low >= -self.margin - ROUNDING
+        return within(-self.low, self.margin)
 
     @property
     def holds(self) -> bool:
         """Whether the examples show that the loss is within the margin."""
         enough = self.is_mean or self.rows >= _FEWEST
-        return enough and self.interval_holds and self.gain - self.unseen >= -self.margin - ROUNDING
+        return enough and self.interval_holds and within(self.unseen - self.gain, self.margin)
 
     @property
     def wanted(self) -> int | None:
@@ -71,7 +71,7 @@ class Statistics:
         if self.holds:
             return self.rows
         room = self.gain + self.margin
-        if room <= ROUNDING:
+        if within(room, 0):
             return None
         unseen = math.log(_TAIL) / math.log1p(-room) if self.is_mean and room < 1 else 0.0
         narrow = self.rows * ((self.gain - self.low) / room) ** 2
