@@ -33,6 +33,7 @@ from tasks.artifacts.names import candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.config import validation
+from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
 from tasks.report.choose_candidate import Gate
 from tasks.report.results import CandidateResults, Results, load_results
@@ -274,24 +275,24 @@ def gate(
         if closed := [gate.refusal for gate in checked if not gate.passed]:
             raise Refused("\n  ".join([f"{name} is refused:", *closed]), checked)
         try:
-            _smoke(files.parents[1], answers)
+            _smoke(files.parents[1], answers, kind_of(load_task()).answers_may_differ)
         except SmokeFailed as error:
             raise Refused(f"{name} cannot be served: {error}", checked) from error
     return tuple(checked)
 
 
-def _smoke(version: Path, expected: Sequence[Answers]) -> None:
+def _smoke(version: Path, expected: Sequence[Answers], may_differ: bool) -> None:
     """Check that the served version gives the same answers as the model that was scored.
 
-    (choice) For summaries, more than half of the answers must be the same: rounding may decide between two equally
-    likely tokens, which changes all later tokens.
+    (choice) If `may_differ`, more than half of the answers must be the same: rounding may decide between two equally
+    likely tokens of a text, which changes all later tokens.
 
     Args:
         expected: the answers of the scored model to `gates.questions`.
     """
     answers = ask(str(version), gates.questions())
     differing = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
-    allowed = (len(expected) - 1) // 2 if "summary" in expected[0] else 0
+    allowed = (len(expected) - 1) // 2 if may_differ else 0
     if len(differing) > allowed:
         raise SmokeFailed(f"it answers {answers}, but the scored model answers {list(expected)}")
 

@@ -43,7 +43,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
         return "known"
     if config.problem_type not in (None, task.problem_type):
         return "other"
-    if task.problem_type == "regression":
+    if task.numeric_labels:
         return "known" if config.num_labels == 1 else "other"
     if _order(names, labels):
         return "known"
