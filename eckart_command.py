@@ -18,16 +18,18 @@ _HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run a command of the pipeline, or a stage if called as `eckart stage NAME …`, like in dvc.yaml of a workspace."""
+    """Run a command of the pipeline. `eckart stage NAME …`, which a workspace's dvc.yaml calls, runs a single stage."""
     if not find_spec("prefect"):
         sys.exit(
             "eckart: the pipeline needs more packages: run pip install 'eckart[pipeline]', or `make test` in a clone"
         )
-    folders = (Path.cwd(), _HERE / "eckart_pipeline", _HERE)  # a clone, the installed pipeline, an editable install
+    # in this order: a clone, the installed pipeline, an editable install
+    folders = (Path.cwd(), _HERE / "eckart_pipeline", _HERE)
     home = next(folder for folder in folders if (folder / "flows/engine/stages.py").is_file())
     sys.path.insert(0, str(home))
     if home != Path.cwd():
-        # For child processes. PYTHONSAFEPATH: a folder `tasks` of the user must not be imported in place of ours.
+        # Child processes must find the pipeline, too. PYTHONSAFEPATH keeps them from importing a folder `tasks` of the
+        # user in place of the pipeline's.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
     module = "flows"

@@ -49,7 +49,7 @@ def files_to_ship() -> str:
 
 
 def with_multiples() -> list[str]:
-    """Return the exported recipes with ranks of kind waterfill, which can round ranks to multiples."""
+    """Return the exported recipes whose rank search is of kind waterfill, which can round ranks to multiples."""
     recipes = section("export", Export).recipes
     return [recipe for recipe in recipes if isinstance(section(f"recipes.{recipe}.ranks", RankSearch), Waterfill)]
 

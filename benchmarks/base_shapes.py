@@ -2,10 +2,10 @@
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
-The first table has the time to gather the statistics of two batches of 16 rows of 128 tokens, divided by the time of a
-forward and backward pass of the same rows without statistics (with gradients of weights, as in training). `naive` are
-hooks that sum XᵀX, DᵀD and each sample's squared gradient.
-The second table compares the decomposition with two others: an SVD after whitening both sides with Cholesky roots, and
+The first table has the time to gather the statistics of two batches of 16 examples of 128 tokens, divided by the time
+of a forward and backward pass of the same examples without statistics (but with gradients of weights, as in training).
+In its rows named naive, simple hooks sum XᵀX, DᵀD and each example's squared gradient.
+The second table compares our decomposition with two others: an SVD after whitening both sides with Cholesky roots, and
 the plain SVD.
 """
 
@@ -26,7 +26,10 @@ from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
 
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
-"""Four of twelve layers are enough, since all cost the same. The second batch is added to the sums of the first."""
+"""Four of BERT-base's twelve layers are enough, since all cost the same.
+
+There are two batches, since the first starts the sums, and the second is added to them.
+"""
 
 KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")
 SHAPES = ((768, 768), (768, 3072))
@@ -50,7 +53,9 @@ def trained(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
 
 
 def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[Target], squares: bool) -> None:
-    """Compute the same sums with simple hooks: with full products, and one sample's squared gradient after the other.
+    """Compute the same sums as `collect`, but with simple hooks.
+
+    They compute full products, and the squared gradients of one example after the other.
 
     Args:
         squares: whether to sum the squared gradients, too.
@@ -131,7 +136,7 @@ def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
 
 
 def moments(size: int) -> Tensor:
-    """Return a random matrix of second moments, of correlated features with very different scales."""
+    """Return a random matrix `(size, size)` of second moments of features that are correlated and differ in scale."""
     values = torch.randn(4 * size, size, dtype=torch.float64) @ torch.randn(size, size, dtype=torch.float64)
     values *= torch.rand(size, dtype=torch.float64) ** 3 + 1e-3
     return values.T @ values / len(values)

@@ -2,8 +2,9 @@
 
     make run && python -m benchmarks.bfloat16 anchored-0.5 anchored-0.33    # a Markdown table for the study here
 
-No files are written: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. The models are scored on
-the test rows. They are timed in turns with the dense model, in float32 and bfloat16, with `threads.candidate` threads.
+No files are written: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. The models are scored on the
+test examples. They are timed in turns with the original model, all in float32 and in bfloat16, with `threads.candidate`
+threads.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def in_onnxruntime(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) 
 
 
 def steps(name: str, model: PreTrainedModel, runtimes: Sequence[Runtime], threads: int) -> dict[Runtime, Step]:
-    """Return runtime → function that runs the model in it; torch is always among them."""
+    """Return runtime → function that runs the model `name` in this runtime. Torch is always one of the runtimes."""
     files = {runtime: ONNX / name / file for runtime, file in ONNX_FILES.items() if runtime in runtimes}
     exported = {runtime: partial(in_onnxruntime, runner(file, threads)) for runtime, file in files.items()}
     return {"torch": partial(in_torch, model), **exported}
@@ -94,7 +94,7 @@ def files_of(names: Sequence[str]) -> Iterator[str]:
 
 
 def bytes_of_cache(model: PreTrainedModel) -> int:
-    """Return the bytes that the cache holds for one token of one row."""
+    """Return the bytes of the cached keys and values for one token of one text."""
     cache = model(**random_inputs(model, 1, 1), use_cache=True).past_key_values
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
@@ -131,7 +131,7 @@ def main() -> None:
         print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
         print(*files_of(["dense", *exported]), sep="\n")
     print(f"\n{PROMPT} tokens read, {asked.written} written, {asked.rounds} rounds; {threads} thread")
-    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for a token of a row.")
+    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for each token of each row.")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     make run && python -m benchmarks.limit anchored-0.5 anchored-0.33    # a Markdown table for the study in this folder
 
 Assume that the time of products with weights is proportional to their multiply-accumulates, and that all other time
-stays the same. Then a candidate is 1 ÷ (1 − p + p q) times as fast as the dense model. p: share of these products in
-the time of the dense model's forward pass, measured with torch's profiler. q: multiply-accumulates of these products in
-the candidate ÷ in the dense model.
+stays the same. Then a candidate is 1 ÷ (1 − p + p q) times as fast as the original model. p: share of the original
+model's forward time that these products take, measured with torch's profiler. q: multiply-accumulates of these products
+in the candidate ÷ those in the original model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seconds(model: PreTrainedModel, inputs: Batch) -> float:
 
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
-    """Return the share of products with weights in the time of a forward pass, of each round, sorted."""
+    """Measure in several rounds the share of forward time that products with weights take; return the sorted shares."""
     shares = []
     for _ in range(ROUNDS):
         with profile(activities=[ProfilerActivity.CPU]) as profiled:

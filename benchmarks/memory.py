@@ -3,10 +3,11 @@
     python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
     python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B
 
-Each point is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of getrusage), minus
-the memory of Python and its libraries before the model is created. Weights are random, in the type of the table.
-MALLOC_MMAP_THRESHOLD_ makes glibc return freed memory at once, as it always does for tensors above 32 MiB, so that
-small shapes behave like big ones. Seconds are processor time on one thread, which other processes hardly change.
+Each point (a row of a table) is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of
+getrusage), minus the memory of Python and its libraries before the model is created. Weights are random, in the data
+type that the table names. MALLOC_MMAP_THRESHOLD_ makes glibc return freed memory at once, as it always does for tensors
+above 32 MiB, so that small models behave as big ones do. Seconds are processor time on one thread, which other
+processes hardly change.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Point:
 
     @property
     def activations(self) -> int:
-        """Return the bytes of a batch's activations at the peak: of all layers if gradients are needed, else of one.
+        """Return the bytes of a batch's activations at the peak: those of all layers for kfac, else of one layer.
+
+        kfac needs gradients, so the graph of all layers is in memory.
 
         The graph of a layer holds the inputs of two norms in float32, query, key, value and output of the attention,
         and three tensors of the MLP. It holds no inputs of linear layers: their weights are frozen, and kfac does not
@@ -90,7 +93,7 @@ class Point:
 
     @property
     def decomposition(self) -> int:
-        """Return the bytes, besides the model's weights, while the largest target is decomposed.
+        """Return the bytes that are needed besides the model's weights while the largest target is decomposed.
 
         In float64: W, W B, two factors and their balanced copies, C of the wider side, and three matrices of the size
         of the narrower side. In float32: C of the wider side, as the statistics are stored.

@@ -1,11 +1,11 @@
-"""Find the `multiple` of ranks that suits this machine: print a model's speed and predicted loss for several.
+"""Find the `multiple` of ranks that suits this machine: print a model's speed and predicted loss for several multiples.
 
     make run && python -m benchmarks.multiples kfac --keep 0.33    # a Markdown table for the study in this folder
 
 `kfac` is a recipe of params.yaml with ranks of kind waterfill. Only its weighting, ranks and storage are used: the
 model is factorized without the recipe's other steps, which do not change shapes. The models run in torch and as
-exported int8 files. They take turns with the dense model in the same runtime, with `threads.candidate` threads and
-inputs of the first of `benchmark.shapes`. See benchmarks/limit.py for the limit.
+exported int8 files. They take turns with the original model in the same runtime, with `threads.candidate` threads and
+inputs of the first of `benchmark.shapes`. The column "of the limit" compares with the limit of benchmarks/limit.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CALIBRATED = 16  # number of examples for the smoothing of activations
 
 
 def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[PreTrainedModel, float]]:
-    """Return for each of MULTIPLES the factorized model and its predicted loss."""
+    """Return a list with the factorized model and its predicted loss for each of MULTIPLES."""
     part = f"recipes.{recipe}"
     weighting, search = section(f"{part}.weighting", Weighting), section(f"{part}.ranks", RankSearch)
     storage = section(f"{part}.storage", Storage)

@@ -2,9 +2,10 @@
 
     make run && python -m benchmarks.one_line anchored-0.33    # a Markdown table for the study in this folder
 
-The default is `quantize_dynamic(model, quantized)` of the exported dense model, without further arguments, in a session
-with onnxruntime's default options. Our int8 files run with the options of the stages. All files are timed in turns,
-with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on the test rows.
+The default is `quantize_dynamic(model, quantized)` of the exported original model, without further arguments, in a
+session with onnxruntime's default options. Our int8 files run with the options that the pipeline's stages use. All
+files are timed in turns, with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on
+the test examples.
 """
 
 from __future__ import annotations

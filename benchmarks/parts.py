@@ -1,4 +1,4 @@
-"""Time the parts of a recipe (statistics, rank search, factorization), for recipes without training before recovery.
+"""Time the parts of a recipe (statistics, rank search, factorization). Recipes that train before them are refused.
 
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 

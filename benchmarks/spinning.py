@@ -5,8 +5,9 @@
 A thread of OpenMP that waits for others spins for a while, unless OMP_WAIT_POLICY is PASSIVE. If the machine is busy,
 spinning takes processor time from the threads that are waited for. Each measurement is a process of its own, which
 trains a BERT of six layers and prints the median time of its steps. Both settings take turns, so that other programs
-slow down both, and the last column is the median of the ratios of these pairs. The load before each row is that of
-other programs. On a quiet machine it is zero before the first row, and the ratio there is the cost of passive waiting.
+slow down both, and the last column is the median of the ratios of these pairs. The load average measured before each
+row is that of other programs. On a quiet machine it is zero before the first row, and the ratio in this row is the cost
+of passive waiting.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def measured(policy: str) -> float:
-    """Return the median seconds of a training step in a new process with this OMP_WAIT_POLICY; empty: the default."""
+    """Return the median seconds of a training step in a new process with this OMP_WAIT_POLICY ("": the default)."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     command = [sys.executable, __file__, "--steps"]

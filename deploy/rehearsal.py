@@ -3,8 +3,8 @@
     python -m deploy.rehearsal              # a tiny study; some minutes
     python -m deploy.rehearsal --default    # the study of params.yaml
 
-Run it in the repository, after a commit of all changes, because each machine is a clone. Each act of the rehearsal is
-a row of the table. The last line says how many acts did not end as they should.
+Run it in the repository after you have committed all changes, because each machine of the team is a clone. The table
+has a row for each act of the rehearsal. The last line says how many acts did not end as they should.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Machine:
     environment: Mapping[str, str]
 
     def call(self, *words: str) -> None:
-        """Run a command; raise if it fails."""
+        """Run a command, and raise a RuntimeError if it fails."""
         code, output = self._begin(*words).end()
         if code:
             raise RuntimeError(f"{' '.join(words)}: {output}")
 
     def begin(self, *words: str) -> Running:
-        """Start `eckart WORDS`."""
+        """Start `eckart WORDS`, and return without waiting for its end."""
         return self._begin(sys.executable, "-m", "flows", *words)
 
     def eckart(self, *words: str) -> tuple[int, str]:
@@ -105,7 +105,7 @@ class Running:
 
 @dataclass
 class Workers:
-    """The Dask workers of the team, each of them `eckart worker` on a machine of its own."""
+    """The Dask workers of the team. Each is a process `eckart worker` on a machine of its own."""
 
     scheduler: str
     machines: list[Machine]
@@ -236,7 +236,7 @@ class Rehearsal:
         self.tell("the next run", began, not code, summary(output))
 
     def change(self) -> None:
-        """Change the learning rate on all machines, so that fine-tuning and all after it are stale."""
+        """Change the learning rate on all machines, so that fine-tuning and all stages after it must run again."""
         file, yaml = self.flow.root / "params.yaml", YAML()
         content = yaml.load(file.read_text())
         for name in content["study"]["recipes"]:

@@ -122,7 +122,7 @@ class Postgres(Service):
 
 
 def postgres_programs() -> Path | None:
-    """Return the folder of PostgreSQL's programs: the newest Debian package's, else the one on the path."""
+    """Return the folder of PostgreSQL's programs: of the newest Debian package, else the one on PATH, else None."""
     if debians := sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3])):
         return debians[-1].parent
     program = shutil.which("postgres")
@@ -177,7 +177,7 @@ def _unprivileged() -> pwd.struct_passwd:
 
 @contextmanager
 def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run moto's S3 server, in memory, with these buckets; yield it and the environment variables for clients."""
+    """Run moto's S3 server, in memory, with these buckets; yield the server and its clients' environment variables."""
     port = free_port()
     store = Service(
         "the object store",
@@ -195,7 +195,7 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 
 @contextmanager
 def prefect(folder: Path, database: str) -> Iterator[dict[str, str]]:
-    """Run Prefect's server with a database of the driver asyncpg; yield the environment variables for clients."""
+    """Run Prefect's server and yield its clients' environment variables. `database`: URL with the driver asyncpg."""
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
@@ -239,7 +239,7 @@ def dask(folder: Path) -> Iterator[str]:
 def _started(
     word: str, folder: Path, port_variable: str, settings: Mapping[str, str]
 ) -> AbstractContextManager[Service]:
-    """Run `deploy/start WORD` while the block runs; as on real machines, all settings are environment variables."""
+    """Run `deploy/start WORD` while the block runs. All settings are environment variables, as on real machines."""
     port = free_port()
     path = f"{_PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**settings, port_variable: str(port), "PATH": path}

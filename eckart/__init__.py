@@ -19,12 +19,12 @@ __all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "lo
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use, so that a stage that only loads a model does not depend on all methods."""
+    """Import a public name on its first use, so that a stage that only loads a model does not load all methods."""
     if name in __all__:
         return getattr(import_module("eckart.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List the public names for completion, without importing them."""
+    """List the public names for tab completion, without importing them."""
     return [*__all__, "__version__"]

@@ -50,7 +50,8 @@ from eckart.recipe import recipes as complete_recipes
 Score = Callable[[PreTrainedModel], float]
 """A function that measures a model; higher is better."""
 _PRECISION = 0.01  # the search for a keep ends when its interval is this narrow
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")  # also used to load the config
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+"""Options of `load` that apply to the config as well as to the weights."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Report:
 
     Attributes:
         targets: name of a target layer → its result, in order of execution.
-        excluded: name of each other linear layer → why this layer is no target.
+        excluded: name of each other linear layer or weight matrix → why it is no target.
         census: the original model's numbers of parameters, by kind.
         parameters: the whole model's number of parameters, (before, after).
-        macs: multiply-accumulates for each example of the first batch, (before, after).
+        macs: mean multiply-accumulates for an example of the first batch, (before, after).
         scores: the model's score, (before, after); None unless `largest_drop` was given.
     """
 
@@ -95,13 +96,13 @@ class Report:
 
     @property
     def keep(self) -> float:
-        """Number of parameters of all target layers together, after ÷ before."""
+        """Share of the target layers' parameters that is kept."""
         before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
         return after / before
 
     @property
     def predicted_loss(self) -> float | None:
-        """Sum of the predicted losses of all target layers; None if a layer has none."""
+        """Sum of the predicted losses of all target layers; None if any layer has no predicted loss."""
         losses = [target.predicted_loss for target in self.targets.values()]
         return None if None in losses else sum(cast("list[float]", losses))
 
@@ -169,8 +170,8 @@ def compress(
         small, report = eckart.compress(model, batches, keep=0.33)
         small.save_pretrained("small")  # load it again with from_pretrained, after `import eckart`
 
-    `model` itself is not changed. The calibration batches, their statistics (up to in² + out² numbers for each layer)
-    and two copies of the model are in memory at once, three with `largest_drop`. For larger models use the pipeline.
+    `model` itself is not changed. In memory at once are the calibration batches, their statistics (up to in² + out²
+    numbers for each layer) and the model twice, or three times with `largest_drop`. For larger models use the pipeline.
 
     Args:
         model: a transformers model with the head for its task, on the device that should do the work.
@@ -231,7 +232,7 @@ def compress(
 
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write `model`, compressed or not, and its tokenizer as a Hugging Face folder."""
+    """Write `model`, compressed or not, and its tokenizer to `folder`, from which `load` and `from_pretrained` read."""
     hf_format.save(model, Path(folder))
     if tokenizer:
         tokenizer.save_pretrained(folder)
@@ -377,7 +378,7 @@ def _check_goal(keep: float | None, largest_drop: float | None, score: Score | N
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return the recipe, looked up if it is a name, after checking that `compress` can run it."""
+    """Return `recipe`, which may be given by name or as settings, after a check that `compress` can run it."""
     if isinstance(recipe, str):
         built_in = recipes()
         if recipe not in built_in:
@@ -411,14 +412,21 @@ def _patterns(given: str | Sequence[str]) -> Sequence[str]:
 
 
 def _first_two(batch: Batch) -> Batch:
-    """Return the first two examples: enough to tell tokens from examples that a router sends to a layer."""
+    """Return the first two examples of `batch`, for a short forward.
+
+    With one example alone, the probe could not tell a layer that reads all tokens of every example from a layer to
+    which a router sends only some examples.
+    """
     return {name: values[:2] for name, values in batch.items()}
 
 
 def _objective(
     model: PreTrainedModel, batches: Sequence[Batch], recipe: Recipe, kinds: set[StatisticKind], loss: Loss | None
 ) -> Objective:
-    """Return an objective with the given loss, or with the model's own loss if the recipe needs one."""
+    """Return the objective with `loss` if given, else with the model's own loss if the recipe needs a loss.
+
+    Otherwise its loss only runs the model and is always 0.
+    """
     if loss is None and kinds - {"inputs"}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if loss is None and recipe.ranks.asks_frozen:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Published(NamedTuple):
-    """Settings of a recipe, and the paper of its method."""
+    """Built-in recipe: its title, the paper of its method, and its settings."""
 
     title: str
     paper: str | None

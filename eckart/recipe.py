@@ -1,6 +1,6 @@
 """Recipes: frozen settings of a compression (source, shaping, weighting, rank search, residual, storage, recovery).
 
-Each part and each number has a default in its type, so a recipe states only the differences. For example,
+Every setting has a default, so a recipe states only the settings that differ from the defaults. For example,
 `{"weighting": "inputs"}` is a complete recipe; the bare word stands for `{"kind": "inputs"}`.
 """
 
@@ -26,7 +26,7 @@ from eckart.residual import Residual
 from eckart.shaping import Shaping
 
 PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
-"""Parts of a recipe with several kinds to choose from."""
+"""Names of the parts of a recipe that have a `kind`."""
 
 
 class Recipe(BaseModel):
@@ -68,15 +68,15 @@ class Recipe(BaseModel):
 
 
 def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
-    """Return the built-in recipes and those of `own` as plain data, with all defaults filled in.
+    """Return the built-in recipes and those of `own` as plain dicts, with all defaults filled in.
 
     Args:
         own: name → settings that differ from the built-in recipe with this name, or from the defaults if there is none.
         recovery: recovery settings for all recipes; a recipe's own settings override them. A recipe with another kind
-            of recovery takes only the settings that its kind has, too.
+            of recovery takes only those of these settings that its kind also has.
 
     Returns:
-        Name → parts. They are not validated: mistakes in `own` or `recovery` stay in the result.
+        Name → recipe. The recipes are not validated: mistakes in `own` or `recovery` stay in the result.
     """
     own, common = own or {}, _expanded("recovery", recovery or {})
     names = dict.fromkeys([*PUBLISHED, *own])
@@ -86,12 +86,12 @@ def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | 
 
 
 def complete(parts: Mapping[str, Any]) -> Any:
-    """Fill in the defaults of one recipe, without validation: mistakes stay in the result."""
+    """Return the recipe `parts` with all defaults filled in. It is not validated: mistakes stay in the result."""
     return _complete({}, parts, {})
 
 
 def trains_dense(recipe: Mapping[str, Any]) -> bool:
-    """Whether the recovery of a complete recipe trains the original model as well."""
+    """Whether the recovery of a complete recipe can also train a dense model, as a control of the factorized one."""
     return any(method.for_dense for method in _members(Recovery) if recipe["recovery"]["kind"] in _kinds(method))
 
 
@@ -128,7 +128,7 @@ def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]
 
 
 def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
-    """Return the recovery that a recipe states, with the `common` settings added that its kind has."""
+    """Return the recovery settings `stated` in a recipe, plus those of the `common` settings that its kind has."""
     if not isinstance(stated, Mapping):
         return stated
     kind = stated.get("kind", common.get("kind", "finetune"))
@@ -137,14 +137,14 @@ def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
 
 
 def _expanded(name: str, value: Any) -> Any:
-    """Replace a bare word by `{"kind": word}` in a part, and in all parts inside it."""
+    """Return the recipe or setting `value` called `name`; a bare word given for a part becomes `{"kind": word}`."""
     if isinstance(value, str) and name in PARTS:
         return {"kind": value}
     return {key: _expanded(key, part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """Yield, for parts that make no sense together, the path of a part and a message that says what to write."""
+    """Yield each contradiction between parts of `recipe`, with the path of a part and what to write there instead."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
@@ -177,13 +177,13 @@ def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def captions() -> dict[str, str]:
-    """Return the captions of all methods' training measures in the report: name of a measure → caption."""
+    """Return the captions that the report shows for the training measures of all methods: name of measure → caption."""
     families = (Shaping, RankSearch, Residual, Recovery)
     return {name: text for family in families for method in _members(family) for name, text in method.captions.items()}
 
 
 def _members(family: Any) -> tuple[type[Method], ...]:
-    """Return the methods of a family, given as a union of the method classes or as its only class."""
+    """Return the method classes of `family`, which is a union of them or, if there is only one, the class itself."""
     union, *_ = get_args(family) or (family,)
     return get_args(union) or (union,)
 

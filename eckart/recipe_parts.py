@@ -1,8 +1,9 @@
-"""`Method`, the base class of a recipe's parts: methods describe themselves, so other code needs no list of names.
+"""`Method`, the base class of a recipe's parts, such as its weighting and its rank search.
 
 A method is a frozen class in a file of its own, with its settings from params.yaml as fields. It also has a line in the
 registry of its family: the `__init__.py` of ranks/, recovery/, shaping/ or residual/, or factorization/weightings.py.
-docs/extending.md shows how to add one.
+Its other attributes tell the pipeline what the method needs and can do, so other code contains no list of methods.
+docs/extending.md shows how to add a method.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from eckart.model.targets import Storage
 from eckart.training.optimizer_settings import Optimization
 
 Contradiction = tuple[str, str]
-"""Path of a part in its recipe, and a message: the mistake, and what to write instead."""
+"""Path of a part in its recipe, and a message that says what is wrong and what to write instead."""
 
 
 Source = Literal["teacher", "base"]
@@ -25,7 +26,7 @@ model with a new head, which learns the task while it is compressed."""
 
 
 class Method(BaseModel):
-    """Base class of methods, with the properties of most methods as defaults."""
+    """Base class of methods. A subclass overrides those attributes in which it differs from most methods."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -36,8 +37,8 @@ class Method(BaseModel):
     """Captions in the report: name of a measure of the method's training rule → caption."""
 
     alone: ClassVar[bool] = False
-    """Whether the method works in one process only: it trains parameters that are not the model's, or runs the model
-    twice."""
+    """Whether the method must train in a single process, because it trains parameters outside the model or runs the
+    model twice in a step."""
 
     for_dense: ClassVar[bool] = False
     """Whether the method can also train a dense model, not only a factorized one."""
@@ -73,7 +74,10 @@ class Method(BaseModel):
 
     @property
     def asks_frozen(self) -> bool:
-        """Whether the method computes the model's loss without training the weights."""
+        """Whether the method computes the loss of the model without training the weights.
+
+        Such a method needs a model that has already learned the task.
+        """
         return False
 
     @property
@@ -82,12 +86,12 @@ class Method(BaseModel):
         return False
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        """Yield what makes no sense in `recipe`, the recipe that this method is a part of."""
+        """Yield each contradiction between this method and the other parts of `recipe`, the recipe it belongs to."""
         yield from ()
 
 
 class RecipeParts(Protocol):
-    """Interface of `Recipe` for its parts; it avoids a circular import."""
+    """Interface of `Recipe` as methods see it: `Recipe` itself cannot be imported here, because it imports methods."""
 
     @property
     def shaping(self) -> Method | None: ...

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """The group of all commands. On an expected error a command prints the error's message, without a traceback."""
+    """The group of all commands. If a command fails with an expected error, only the error's message is printed."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except EckartError as error:
-            # The message may quote a library's, and that may contain a URL with a password.
+            # The message may quote the message of a library, which may contain a URL with a password.
             sys.exit(redaction.redact(str(error)))
         except OSError as error:
             if not error.filename:
@@ -195,7 +195,10 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 @contextmanager
 def _ended_with_words() -> Iterator[None]:
-    """On Ctrl-C, or if Prefect's server is lost, say what is kept. If the server is lost, also end the process."""
+    """If Ctrl-C or the loss of Prefect's server ends the block, print that finished stages are kept.
+
+    If the server was lost, also end the process.
+    """
     import httpx  # a slow import, not for --help
 
     try:
@@ -215,7 +218,7 @@ def worker(
     scheduler: Annotated[str, typer.Argument(help="address of the Dask scheduler, such as tcp://10.0.0.1:8786")],
     stages: Annotated[int, typer.Option(min=1, help="stages to run side by side")] = 1,
 ) -> None:
-    """Run stages in this clone for a study on a Dask cluster, until its scheduler ends."""
+    """Run stages in this clone for a study on a Dask cluster, until the cluster's scheduler ends."""
     from flows.cluster import dask_runner
     from flows.cluster.dask_worker import work
 
@@ -260,7 +263,7 @@ def set_up_notifications(
         float, typer.Option(min=0.01, help="hours without a successful run before a warning is sent")
     ] = 26,
 ) -> None:
-    """Have Prefect's server send the results of a deployment's runs; for its own deployment `serve` has --notify."""
+    """Have Prefect's server send the results of a deployment's runs. For a deployment of `serve`, use its --notify."""
     settings.use_local_server()
     from flows.servers import notifications, prefect_server  # slow imports, not for --help
 
@@ -272,7 +275,7 @@ def set_up_notifications(
 
 @app.command("study")
 def other_study(
-    file: Annotated[Path, typer.Argument(help="a file of studies/: what differs from params.yaml")],
+    file: Annotated[Path, typer.Argument(help="a file of studies/, with the values that differ from params.yaml")],
     seed: Annotated[
         list[int] | None, typer.Option(min=0, max=2**32 - 1, help="seed to run, instead of the file's; repeatable")
     ] = None,
@@ -313,10 +316,11 @@ def other_study(
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """Run all studies, and print the results of each task as soon as its seeds have run.
+    """Run the studies (one for each task), and print the results of each as soon as its seeds have run.
 
     Returns:
-        The studies as they ran; task → its results; task → its pairwise differences; task and seed → cause of failure.
+        Four values: the studies with the variants that their trials chose; task → results; task → differences between
+        pairs of candidates; name of a failed run (task and seed) → cause.
     """
     from flows import multi_seed
     from tasks.multi_seed import seeds_table
@@ -396,7 +400,7 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 
 def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
-    """Return the command that writes the table again if somebody runs it in the root of a clone."""
+    """Return the command that anyone can run in the root of a clone to write the table again."""
     words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
         words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
@@ -472,7 +476,7 @@ def pin_inputs() -> None:
 
 @app.command()
 def push() -> None:
-    """Upload to the DVC remote all files that dvc.lock and the run cache name, and inputs that are in DVC."""
+    """Upload to the DVC remote all files that dvc.lock and the run cache name, and the inputs that DVC tracks."""
     from flows.engine import dvc_transport, stages  # slow imports, not for --help
 
     stages.check_workspace()
@@ -554,10 +558,13 @@ def _print_findings(findings: Findings) -> None:
 @app.command()
 def gc(
     yes: Annotated[bool, typer.Option("--yes", help="remove it; without this option nothing is removed")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="finished runs of each study to keep")] = 7,
+    runs: Annotated[int, typer.Option(min=1, help="how many finished runs of each study to keep")] = 7,
     commits: Annotated[
         int | None,
-        typer.Option(min=1, help="commits that changed dvc.lock to keep, besides tags and branches; default: all"),
+        typer.Option(
+            min=1,
+            help="keep results of the last N commits that changed dvc.lock, and of tags and branches; default: of all",
+        ),
     ] = None,
 ) -> None:
     """List what fills the disk and is no longer used, and remove it with --yes."""

@@ -13,8 +13,9 @@ from tasks.report.results import load_results
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
     """Run the study with further values of keep until no other value can meet a goal more closely.
 
-    Each round adds one value for each goal and recipe that can still come closer. All recipes are run at every value,
-    so that they can be compared. The values are written into params.yaml, so an interrupted search can continue.
+    Each round adds one value for each recipe and goal, unless no value can bring the recipe closer to the goal. All
+    recipes are run at every value, so that they can be compared. The values are written into params.yaml, so that an
+    interrupted search can continue.
 
     Raises:
         ParamsError: study.goals is empty.

@@ -30,19 +30,19 @@ def folder_of(study: StudyFile, seed: int) -> Path:
 
 
 def check_committed(study: StudyFile) -> None:
-    """Raise a WorkspaceError unless the code and the study's file are committed, as workspaces are made from that."""
+    """Raise a WorkspaceError unless code and study file are committed, since workspaces are made from a commit."""
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
-    if not worktrees.git(Path(), "ls-files", "--", file):  # git ignores it, so `edited` does not find it
+    if not worktrees.git(Path(), "ls-files", "--", file):  # `edited` does not find a file that git ignores
         edited.add(file)
     worktrees.refuse(edited, "A study runs")
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run a study's trials, if it has any, then its seeds with the best variants.
+    """Run the trials of a study, if it has any; then run its seeds, with the variant of each recipe that they chose.
 
     Returns:
-        The study with the variants that were chosen in the trials, and failed seed → cause.
+        The study with the variants that the trials chose, and failed seed → cause.
     """
     try:
         study = _choose(study, study.trials, options) if study.trials else study
@@ -96,7 +96,7 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of a seed, or update it to the present commit. Outputs in it stay."""
+    """Make the workspace of a seed, or update it to the present commit, and write its params.yaml. Its outputs stay."""
     folder = folder_of(study, seed)
     worktrees.follow(folder)
     of_task = f", task {study.task}," if study.task else ""
@@ -110,7 +110,10 @@ def prepare(study: StudyFile, seed: int) -> Path:
 
 
 def _tracking(experiment: str) -> str:
-    """Return MLflow's address for a seed; in the main workspace's own database, make the experiment first."""
+    """Return the address of MLflow for a seed's run.
+
+    If it is the main workspace's own database, first create the experiment there unless it exists.
+    """
     from flows.tracking import database
 
     if not database.is_local():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from prefect._vendor.croniter import croniter  # Prefect's server computes times with it; the public API is async only
+from prefect._vendor.croniter import croniter  # as in Prefect's server, whose public API for this is async only
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
@@ -47,8 +47,8 @@ def serve(
     """Run the study of the working directory on a schedule, one run at a time, until Ctrl-C or SIGTERM.
 
     The event `CHANGED` of the resource `eckart.NAME` also starts a run. All runs use the folder and the Dask scheduler
-    of this process; a run cannot choose others. If Prefect's server is lost, this function waits for it. If this
-    function had started the server, it starts a new one.
+    of this process; a run cannot choose others. If Prefect's server stops answering, this function waits until it
+    answers again, or, if it had started that server itself, starts a new one.
 
     Args:
         name: name of the deployment.
@@ -136,7 +136,7 @@ def _announcement(name: str, due: Callable[[datetime], datetime], address: str) 
 
 
 def _is_not_waiting(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop the line that Prefect's runner repeats while a run waits for another."""
+    """Whether to keep a log record: drop the line that Prefect's runner repeats while one run waits for another one."""
     return "skipped (at capacity)" not in record.getMessage()
 
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
 
 if "PREFECT__FLOW_RUN_ID" in os.environ:
-    # Prefect started this process for a run of a deployment, and logs its server's address before it calls the flow.
+    # Prefect started this process for a run of a deployment. Before it calls the flow, it logs the address of its
+    # server, which may contain a password.
     keep_out()
 
 # Each stage gets a thread, which waits for upstream stages and for a free slot. The slots limit how many stages run.
@@ -51,17 +52,17 @@ _CHANGED = "Changed"
 
 This is no success, and no notification is sent.
 """
-_NAMED = 3  # names of changed files, parameters or stages that a message lists
+_NAMED = 3  # number of changed files, parameters or stages that a message names
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
 """A function (stage, command, log) that runs a stage's command, on this machine or on a worker of a cluster.
 
-It passes each line of output to `log`, and returns the seconds that the command took, or the worker's outcome.
+It passes each line of output to `log`. It returns the seconds that the command took here, or the worker's `Outcome`.
 """
 
 
 Submit = Callable[..., PrefectFuture[Any]]
-"""A function that submits a stage to Prefect."""
+"""A function that submits a stage to Prefect and returns the stage's future."""
 
 
 class StudyFailed(EckartError):
@@ -76,7 +77,10 @@ class StudyChanged(StudyFailed):
 def stage(
     planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror", progress: Progress
 ) -> State[Outcome]:
-    """Bring one stage up to date. The returned state is named after DVC's status: Cached, Restored or Executed."""
+    """Bring one stage up to date.
+
+    The returned state is named Cached, Restored or Executed, as the status of the outcome, or else Failed or Changed.
+    """
     log = get_run_logger()
 
     def warn(seconds: float) -> None:
@@ -126,7 +130,7 @@ def study(
         StudyFailed: some stages failed. Their downstream stages did not run; all others finished.
         StudyChanged: the inputs of some stages changed while the study ran.
         RegistryError: the study finished, but the registry failed.
-        EckartError: there is another cause; nothing was run.
+        EckartError: any other cause, such as a mistake in params.yaml; nothing was run.
     """
     settings.apply()  # the run of a deployment starts here, not in the command line
     try:
@@ -147,10 +151,10 @@ def study(
 
 
 def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Promote the best candidate; return the name of the run's state, and a sentence about the promotion.
+    """Promote the best candidate; return the name of the flow run's final state, and a sentence about the promotion.
 
-    The name decides whether a notification is sent: yes if the promotion succeeded or was refused, which is no failure.
-    No notification is sent if the champion stays, or if data, parameters or code changed while the study ran.
+    The name decides whether a notification is sent. It is sent for Promoted and for Refused, which is no failure. It is
+    not sent for Completed (the champion stays) and Changed (data, parameters or code changed while the study ran).
     """
     if changed := _changed_since(outcomes):
         return _CHANGED, _postponed(changed)
@@ -170,7 +174,10 @@ def _postponed(changed: str) -> str:
 
 
 def _changed_since(outcomes: Sequence[Outcome]) -> str:
-    """Return in words which data, parameters and code changed after the stages had read them; empty if none did."""
+    """Return a text that names the data, parameters and code that changed after the stages had read them.
+
+    It is empty if none changed.
+    """
     from flows.display import run_diff  # a slow import
 
     before, now = (run_diff.current("", read, complete=False) for read in (outcomes, stages.read_now()))
@@ -251,7 +258,7 @@ def _show_on_page(
 
 
 def _show_changes(study: str) -> None:
-    """Show the changes since the last complete run. Errors are only logged: they must not hide the study's failure."""
+    """Show what changed since the last complete run. Errors are only logged: they must not hide the study's failure."""
     try:
         prefect_artifacts.changes(study, str(flow_run.name), None)
     except httpx.HTTPError:
@@ -264,7 +271,10 @@ def _show_changes(study: str) -> None:
 def _executor(
     planned: Sequence[Planned], options: Options, side_by_side: int
 ) -> Iterator[tuple[Execute, threading.Semaphore]]:
-    """Yield the function that runs stages, and a semaphore that limits how many run at a time, unless Dask does."""
+    """Yield the function that runs a stage's command, and a semaphore that limits how many stages run at a time.
+
+    On a Dask cluster the workers set this limit, and the semaphore is large enough for all stages.
+    """
     if options.scheduler and any(not stage.cached for stage in planned):
         with dask_runner.workers(planned, options.scheduler, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
@@ -273,7 +283,10 @@ def _executor(
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:
-    """Sort the stages: first those that run side by side, then those that run alone, then what needs these."""
+    """Sort the stages: first those that can run side by side, then those that must run alone.
+
+    Last come the other stages that depend on a stage that must run alone.
+    """
     phases: dict[str, int] = {}
     for stage in planned:  # upstream first
         after = 2 if any(phases[name] for name in stage.upstream) else 0
@@ -282,7 +295,10 @@ def _in_order(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def _run_all(planned: Sequence[Planned], submit: Submit) -> dict[str, State[Outcome]]:
-    """Run every stage after its upstream stages; run stages that need the whole machine one at a time."""
+    """Run all stages, and return name → final state.
+
+    A stage waits for its upstream stages and its twin. A stage that must run alone waits for all stages before it.
+    """
     futures: dict[str, PrefectFuture[Outcome]] = {}
     for position, stage in enumerate(planned):
         waits: list[object] = [futures[name] for name in stage.upstream]

@@ -1,7 +1,8 @@
 """Stage benchmark: time the candidates and the original model in each runtime → reports/benchmark.json.
 
-Candidates with weights of the same shapes do the same operations, so only one of them is timed, and its times count for
-all: otherwise tables would rank them by noise. No other stage may run at the same time: dvc.yaml marks it `alone`.
+Candidates whose weights have the same names and shapes do the same operations. Only one of them is timed, and all get
+its times: if each were timed, tables would rank them by noise. No other stage may run at the same time, so dvc.yaml
+marks this one `alone`.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from tasks.runtime.stage_runner import run, say
 
 Forward = Callable[[Batch], Any]
 Timed = tuple[str, Runtime]
-"""A model in a runtime: the name of a candidate or _DENSE, and the runtime."""
+"""A model and the runtime that runs it: the name of a candidate, or _DENSE for the original model, and the runtime."""
 Key = TypeVar("Key", bound=Hashable)
 
 _DENSE = "dense"
-_WARMUP = 2  # rounds that are not counted
-_ROOM = 2e9  # most bytes of candidates in memory together; one larger candidate is loaded alone
+_WARMUP = 2  # number of first rounds whose times are dropped
+_ROOM = 2e9  # maximum size, in bytes, of the candidates in memory together; a larger candidate is loaded alone
 
 
 def benchmark() -> None:
-    """Time all models and write reports/benchmark.json.
+    """Time the original model and all candidates, and write reports/benchmark.json.
 
     In each round every loaded model runs once, so that a change of the machine's speed affects all models equally.
     """
@@ -67,7 +68,7 @@ def benchmark() -> None:
 
 
 def _same_shapes(names: Sequence[str]) -> list[list[str]]:
-    """Group the candidates whose weights have the same names and shapes."""
+    """Return the candidates in groups: within a group, the weights of all have the same names and shapes."""
     groups: dict[frozenset[tuple[str, ...]], list[str]] = {}
     for name in names:
         shapes = set()
@@ -85,7 +86,7 @@ def _load(folder: Path) -> PreTrainedModel:
 
 
 def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
-    """Split the candidates into chunks that fit into memory; the original model is timed again with each chunk."""
+    """Yield the candidates in chunks that fit into memory. The original model is timed again with each chunk."""
     chunk: list[str] = []
     total = 0  # bytes of the chunk's weights and ONNX files
     for name in names:
@@ -102,7 +103,11 @@ def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
 def _latencies(
     dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str], settings: schema.Benchmark
 ) -> dict[str, Latencies]:
-    """Return candidate → the latencies of this candidate and of the original model, at each input shape."""
+    """Time a chunk of candidates and the original model at each input shape.
+
+    Returns:
+        candidate → its latencies and those of the original model.
+    """
     forwards = _forwards(dense, names, exported)
     latencies: dict[str, Latencies] = {name: {"dense": {}, "candidate": {}} for name in names}
     for rows, tokens in settings.shapes:
@@ -120,7 +125,7 @@ def _latencies(
 
 
 def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[Timed, Forward]:
-    """Load the candidates; return, for each model and runtime, a function that runs a forward pass."""
+    """Load the candidates. Return (model, runtime) → its forward pass, for the candidates and the original model."""
     forwards: dict[Timed, Forward] = {(_DENSE, "torch"): partial(in_torch, dense)}
     forwards |= {(name, "torch"): partial(in_torch, _load(FINETUNED / name)) for name in names}
     if shipped := [name for name in names if name in exported]:
@@ -131,10 +136,10 @@ def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[s
 
 
 def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> dict[Key, list[float]]:
-    """Time the forward passes in turn: in each round every one runs once.
+    """Time several forward passes in turn: in each round, every one of them runs once.
 
     Returns:
-        key → seconds of each round, without the warm-up rounds.
+        key of `forwards` → seconds that this forward pass took in each round, without the warm-up rounds.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in forwards}
     for _ in range(_WARMUP + rounds):
@@ -146,10 +151,10 @@ def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> di
 
 
 def ratio(others: Sequence[float], seconds: Sequence[float]) -> Times:
-    """Return the speedup of a model over another model, with its 95 % interval.
+    """Return the median speedup of a model over another model, with its 95 % confidence interval.
 
     Args:
-        others: seconds of the other model in each round, of at least 6.
+        others: seconds of the other model in each round; at least 6 rounds.
         seconds: seconds of the model in the same rounds.
     """
     ratios = [other / own for other, own in zip(others, seconds, strict=True)]

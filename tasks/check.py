@@ -1,8 +1,8 @@
-"""Stage check: compare the splits with the limits of params.yaml before training → reports/check.json, .html, and
-data/checked.json if all limits hold.
+"""Stage check: check the splits against the limits in params.yaml before training → reports/check.json and .html, and,
+if the data break no limit, data/checked.json.
 
 The stage teacher depends on data/checked.json. Without this file the run stops before anything is trained. Its content
-is always the same, so a change of the limits does not repeat the training.
+is always the same, so that training is not repeated if only the limits change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPLITS: tuple[Split, ...] = ("train", "validation", "test")  # calibration is a
 
 
 def check() -> None:
-    """Compare the splits, and their changes from the champion's data, with the limits of params.yaml.
+    """Check the splits, and how the training data differ from the champion's, against the limits in params.yaml.
 
     Raises:
         StageError: the data break a limit.

@@ -25,7 +25,7 @@ RUNTIMES = REPORTS / "runtimes.csv"
 
 
 def compare() -> None:
-    """Write all reports and the model cards. Equal inputs give files with equal bytes."""
+    """Write all reports and the model cards. The same inputs always give the same bytes."""
     results = load_results()
     cards = {candidate.name: card(results, candidate) for candidate in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)

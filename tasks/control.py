@@ -1,7 +1,7 @@
-"""Stage control: fine-tune the original model like a recipe's candidates → models/control and its training curve.
+"""Stage control: give the original model the fine-tuning of a recipe → models/control and its training curve.
 
-A candidate may be better than the original model only because it was trained for longer. The control had the same
-further training, so a comparison with it shows the effect of the compression alone.
+A candidate may be better than the original model only because it was trained for longer. The control has had the same
+further training as a candidate, so a comparison of the two shows the effect of the compression alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from tasks.training.recovery import recover
 
 
 def control() -> None:
-    """Fine-tune the original model like the candidates of `study.control`; zero steps leave it unchanged."""
+    """Fine-tune the original model as the recipe `study.control` fine-tunes its candidates.
+
+    If that recipe has zero steps, the model stays unchanged.
+    """
     recipe = section("study.control", str)
     recover(TEACHER, CONTROL, CONTROL_CURVE, section(f"recipes.{recipe}.recovery", Recovery))
 
 
 if __name__ == "__main__":
-    run("control", control, trains=True, threads="candidate")  # as in the recovery of candidates
+    run("control", control, trains=True, threads="candidate")  # as for the fine-tuning of candidates

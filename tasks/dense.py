@@ -1,5 +1,5 @@
-"""Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, and the
-contribution of each example to the scores → reports/rows/dense.parquet."""
+"""Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, with the results
+of each example in reports/rows/dense.parquet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks.scoring.trivial_baseline import TRIVIAL, warning
 
 
 def dense() -> None:
-    """Score the original model and the control in the same way as candidates; score the trivial baseline."""
+    """Score the original model, the control and the trivial baseline. The models are scored as candidates are."""
     task = load_task()
     model, tokenizer = _load(TEACHER)
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
@@ -53,4 +53,4 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 if __name__ == "__main__":
-    run("dense", dense, threads="candidate")  # as candidates, which run at the same time
+    run("dense", dense, threads="candidate")  # as for candidates, whose stages run at the same time

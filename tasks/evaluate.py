@@ -1,5 +1,5 @@
-"""Stage evaluate: score a candidate after each step and measure its size → reports/evaluate/RECIPE-KEEP.json, and the
-contribution of each example to the scores → reports/rows/RECIPE-KEEP.parquet."""
+"""Stage evaluate: score a candidate after each step of its compression, and measure its size →
+reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/rows/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write
 
 
 class EvaluationParts(BaseModel):
-    """Parts of a recipe that decide which weights were factorized."""
+    """Parts of a recipe that tell whether the original model's own weights were factorized."""
 
     source: Source
     sequential: Any
 
 
 def evaluate(recipe: str, keep: str) -> None:
-    """Score the pruned, the factorized and the fine-tuned model, and measure the size of the fine-tuned one.
+    """Score a candidate after shaping, factorization and fine-tuning, and measure its final size.
 
     Raises:
-        StageError: the fine-tuned model has more parameters than its budget.
+        StageError: the target layers of the fine-tuned model have more parameters than `keep` allows.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)
@@ -89,9 +89,10 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _losses_alone(name: str, targets: Sequence[Target], decision: Decision) -> dict[str, float]:
-    """Return, for each target, the increase of the loss when only this target is factorized.
+    """Return target name → increase of the original model's loss if only this target is replaced with its factors.
 
-    Empty if evaluate.probes is 0, or if the search predicted no losses for comparison.
+    Targets that stay dense are missing. The result is empty if evaluate.probes is 0, or if the rank search predicted no
+    losses with which these could be compared.
     """
     settings, task = section("evaluate", Evaluate), load_task()
     if not settings.probes or decision.predicted_loss is None:

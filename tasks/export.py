@@ -1,4 +1,5 @@
-"""Stage export: write a candidate as ONNX, in float32 and in int8, and score both → models/onnx/RECIPE-KEEP."""
+"""Stage export: export a candidate to ONNX with float32 and with int8 weights → models/onnx/RECIPE-KEEP, and score both
+→ reports/onnx/RECIPE-KEEP.json."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:
-    """Write the fine-tuned model as ONNX files and score them in onnxruntime."""
+    """Export the fine-tuned candidate to two ONNX files, and score both in onnxruntime."""
     name = candidate_name(recipe, keep)
     export_and_score(name, FINETUNED / name)
 

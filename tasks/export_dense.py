@@ -1,4 +1,4 @@
-"""Stage export_dense: write the original model as ONNX, for comparison with exported candidates → models/onnx/dense."""
+"""Stage export_dense: export the original model to ONNX, to compare exported candidates with it → models/onnx/dense."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def export_dense() -> None:
 
 
 if __name__ == "__main__":
-    run("export_dense", export_dense, threads="candidate")  # as candidates, which run at the same time
+    run("export_dense", export_dense, threads="candidate")  # as for candidates, whose stages run at the same time

@@ -20,14 +20,14 @@ from tasks.runtime.stage_runner import StageError, output, run, say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-# Only an empty cell is missing: pandas would take words such as None, null and NA for missing cells.
+# Only empty cells count as missing. By default, pandas also treats words such as None, null and NA as missing.
 _CSV = {"keep_default_na": False, "na_values": [""]}
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     ".csv": _CSV,
     ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
-    ".txt": {"keep_linebreaks": True},  # a row for each line, as in the text data sets of the hub
+    ".txt": {"keep_linebreaks": True},  # each line becomes a row that ends with its line break, as on the hub
 }
-# Parts of the loaders' error messages for a file without rows.
+# Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
 )
@@ -50,7 +50,10 @@ def extract() -> None:
 
 
 def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
-    """Return the splits, with labels in the form that models read, and the names of the classes.
+    """Split the data, and convert labels to the form that models read, such as class ids.
+
+    Returns:
+        the splits, and the names of the classes in the order of their ids.
 
     Raises:
         StageError: the source cannot be read, a split is empty, or the data do not fit the task.
@@ -63,9 +66,9 @@ def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[st
 
 
 def load(params: Data) -> dict[Split, pd.DataFrame]:
-    """Load the splits that data.splits names, with the columns text, text_pair and label.
+    """Load the splits that data.splits names. Their columns get the names text, text_pair and label.
 
-    A packaged data set has the training split alone.
+    A packaged data set has only a training split.
 
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
@@ -82,7 +85,11 @@ def load(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """Load a file, a folder with one file for each split, or a data set of the hub; return name of the split → rows."""
+    """Load a file, a folder with one file for each split, or a data set from the hub.
+
+    Returns:
+        name of the split in the source → its rows.
+    """
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
     if not path.exists() and path.suffix not in FORMATS and not inside:
@@ -95,7 +102,7 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _files(path: Path, params: Data) -> dict[str, Path]:
-    """Return name of the split → file; a single file is the training split."""
+    """Return name of the split → its file. The files in a folder are named after their splits; a lone file is train."""
     files: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else params.splits.train
@@ -136,9 +143,10 @@ def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """Return the rows with the names of classes for their ids, as categories in the order of the ids.
+    """Return the rows as a DataFrame. If the column `label` holds class ids, class names replace them.
 
-    An id without a name (the hub's -1) becomes a missing label.
+    The names are a pandas categorical whose categories are in the order of the ids. If the cells are lists of ids, each
+    cell becomes such a categorical. The id -1, which marks unlabelled rows on the hub, becomes a missing label.
     """
     frame = rows.to_pandas()
     feature = rows.features.get(label)
@@ -151,7 +159,10 @@ def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
 
 
 def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
-    """Return the columns that data.columns names, renamed to text, text_pair and label, and checked for the task."""
+    """Return the columns that data.columns names, renamed to text, text_pair and label.
+
+    The task has checked and cleaned them (`NlpTask.prepare`).
+    """
     names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
     if absent := [name for name in names.values() if name not in frame]:
         raise StageError(

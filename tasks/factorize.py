@@ -27,7 +27,7 @@ from tasks.runtime.stage_runner import explained, output, run_candidate, say
 
 
 class FactorizationParts(BaseModel):
-    """Parts of a recipe that decide its factors."""
+    """Parts of a recipe on which the factors depend, apart from the ranks."""
 
     source: Source
     weighting: Weighting
@@ -38,9 +38,9 @@ class FactorizationParts(BaseModel):
 def factorize(recipe: str, keep: str) -> None:
     """Replace every target that has a rank with the best factors of that rank under the recipe's weighting.
 
-    The result has factors even if the recipe's storage is another one: the stage finetune trains the factors and then
-    converts them to the storage, which computes the same outputs. If the recipe has a residual, the model also keeps
-    the difference between each weight and its factors, until recovery prunes it.
+    The saved model has plain factors even if the recipe asks for another storage: the stage finetune trains the factors
+    and only then converts them to that storage, which computes the same outputs. If the recipe has a residual, the
+    model also keeps the difference between each weight and the product of its factors. Fine-tuning then prunes it.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
     kind = kind_of(load_task())

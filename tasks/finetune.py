@@ -1,5 +1,5 @@
-"""Stage finetune: train a factorized model and convert it to its storage → models/finetuned/RECIPE-KEEP and a training
-curve."""
+"""Stage finetune: train a factorized model and convert its factors to the recipe's storage →
+models/finetuned/RECIPE-KEEP and a training curve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.training.recovery import recover
 
 
 class RecoveryParts(BaseModel):
-    """Parts of a recipe that decide its recovery fine-tuning."""
+    """Parts of a recipe on which the recovery, the fine-tuning after the factorization, depends."""
 
     source: Source
     residual: Residual | None
@@ -27,7 +27,7 @@ class RecoveryParts(BaseModel):
 
 
 def finetune(recipe: str, keep: str) -> None:
-    """Fine-tune the factorized model as the recipe says, then convert the factors to the recipe's storage."""
+    """Fine-tune the factorized model as the recipe says. Then convert the factors to the recipe's storage."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", RecoveryParts)
     recover(
         FACTORIZED / name,

@@ -1,4 +1,4 @@
-"""Stage importance: find the targets and gather their calibration statistics → data/importance."""
+"""Stage importance: find the target layers and gather their calibration statistics → data/importance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 
 def importance() -> None:
-    """Find the targets, note why each other layer is not one, and gather the calibration statistics."""
+    """Find the target layers, record why other linear layers are excluded, and gather the calibration statistics."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss
@@ -49,7 +49,7 @@ def importance() -> None:
                 say(f"statistics from {count}/{len(data)} examples, pass {number + 1}/{len(groups)}")
 
         for statistics in gather(model, all_examples, groups, params.statistics, loss, params.offload_activations):
-            number += 1  # not by enumerate, which would keep the statistics in memory during the next pass
+            number += 1  # counted by hand: enumerate would keep the statistics in memory during the next pass
             warn(few_tokens(groups[number - 1].targets, statistics, len(data)))
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
             del statistics

@@ -19,12 +19,12 @@ from tasks.runtime.code_folders import CODE, PIPELINE, all_code
 
 
 def main() -> None:
-    """Check params.yaml and write resolved.yaml, in the root of a workspace.
+    """Check params.yaml and write resolved.yaml. Both are in the working directory, the root of a workspace.
 
     Raises:
         CodeChanged: code.yaml exists and has another digest than the installed code.
     """
-    # DVC would record results under the wrong code.
+    # Without this check, DVC would record results of the installed code as results of the code that code.yaml names.
     if CODE.exists() and YAML(typ="safe").load(CODE.read_text())["digest"] != all_code():
         raise CodeChanged(f"{CODE} names another eckart than is installed: `eckart run` brings it up to date")
     validation.check()
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters with only the recipes that the study uses, and with the recovery of the control."""
+    """Return the parameters without unused recipes, and with the control's recovery settings as `control_recovery`."""
     study, recipes = parameters["study"], parameters["recipes"]
     used = dict.fromkeys([*study["recipes"], *filter(None, [study["control"]])])
     return {

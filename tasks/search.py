@@ -1,7 +1,7 @@
-"""Stage search: choose the rank of every target → models/ranks/RECIPE-KEEP and, if the search trains, a training curve.
+"""Stage search: choose the rank of every target → models/ranks/RECIPE-KEEP and a training curve.
 
-If shaping or the search changes the weights, the changed model is saved beside ranks.json. The scores that shaping
-computed are saved there, too.
+The curve is empty if neither shaping nor the search trains the model. If they change its weights, the changed model is
+saved beside ranks.json, and so are the scores that shaping computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tasks.training.loop import train
 
 
 class SearchParts(BaseModel):
-    """Parts of a recipe that decide its ranks."""
+    """Parts of a recipe on which the ranks depend."""
 
     source: Source
     shaping: Shaping | None
@@ -50,7 +50,7 @@ class SearchParts(BaseModel):
 
 
 def search(recipe: str, keep: str) -> None:
-    """Search the rank of every target; save the ranks, the predicted loss, and the model if its weights changed."""
+    """Search the rank of every target. Save the ranks, their predicted losses, and the model if its weights changed."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
     task, seed = load_task(), section("seed", Seed)
     set_seed(seed)
@@ -95,7 +95,7 @@ def search(recipe: str, keep: str) -> None:
 
 @dataclass
 class _Data:
-    """Model and data of a search; all trainings of the model append to one training curve."""
+    """Model and data of a rank search. Every training of the model appends to the same training curve."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class _Data:
             self.curve.write_text("")
 
     def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
-        """Train the model on at most `rows` random examples of the training split, then move it to the CPU."""
+        """Train the model on at most `rows` random training examples, by default on all; then move it to the CPU."""
         data = encoded("train", self.tokenizer)
         if rows is not None and rows < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
@@ -151,7 +151,7 @@ def _report(decision: Decision, shaped: Shaped | None) -> None:
 
 
 def _trains_together(recipe: str) -> bool:
-    """Whether the recipe trains in this stage, and several processes can share the training."""
+    """Whether the recipe trains the model in this stage, and several processes can share this training."""
     parts = section(f"recipes.{recipe}", SearchParts)
     return train_together([parts.shaping, parts.ranks])
 

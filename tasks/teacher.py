@@ -1,6 +1,6 @@
 """Stage teacher: fine-tune the base model on the task → models/teacher, the original model, and its training curve.
 
-The model before this training is saved in models/untaught, since some recipes start from it.
+The model before this training is saved in models/untaught, since recipes with `source: base` compress it instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasks.training.loop import train
 
 
 def teacher() -> None:
-    """Fine-tune the base model; zero epochs leave it unchanged."""
+    """Fine-tune the base model on the task. Zero epochs leave it unchanged."""
     settings, task, seed = section("teacher", Training), load_task(), section("seed", Seed)
     kind = kind_of(task)
     set_seed(seed)
@@ -51,10 +51,10 @@ def teacher() -> None:
 
 
 def _check(base: Base, settings: Training, task: Task) -> None:
-    """Raise StageError if the model cannot do the task; print what was done with its head."""
+    """Raise StageError if the head would stay untrained or positions are too few; print what became of the head."""
     if base.fit == "other" and not settings.epochs:
         raise StageError(
-            f"{base.head} With teacher.epochs: 0 the new head stays untrained: raise teacher.epochs, or give the "
+            f"{base.head} With teacher.epochs: 0 it would stay untrained: raise teacher.epochs, or give the old head's "
             "outputs the names of the labels, in id2label and label2id of its config.json"
         )
     if base.head:

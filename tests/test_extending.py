@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from ruamel.yaml import YAML
 
 from tests.workspace import REPOSITORY, tiny_workspace
@@ -69,10 +68,8 @@ def block(language: str, after: str) -> str:
     return found[1]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the code with the methods and the task added as the document says, after all stages of both."""
-    root = tmp_path_factory.mktemp("extended")
+def extended(root: Path) -> None:
+    """Copy the code, add the methods and the task as the document says, and run all stages of both."""
     for name in ("eckart", "tasks", "flows"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "dvc.yaml", root)
@@ -93,10 +90,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-c", RUN]  # the code in `root` comes before the repository's
     process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
-    return root
 
 
-def test_a_task_is_one_file(root: Path) -> None:
+def test_two_rank_searches_and_a_task_are_a_file_each(tmp_path: Path) -> None:
+    """One test, since xdist would run the stages anew in each process that takes a part of several tests."""
+    extended(tmp_path)
+    a_task_is_one_file(tmp_path)
+    for recipe in RECIPES:
+        the_budget_is_met_and_used(tmp_path, recipe)
+    the_search_that_trains_is_counted_and_explained(tmp_path)
+    its_code_is_a_dependency_of_the_searches_that_use_it(tmp_path)
+
+
+def a_task_is_one_file(root: Path) -> None:
     task, dense = read(root / "task/data/splits/task.json"), read(root / "task/reports/dense.json")
     assert "plot" in task["labels"]
     assert dense["score"]["metric"] == dense["score"]["metrics"]["error_rate"]
@@ -107,27 +113,23 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_budget_is_met_and_used(root: Path, recipe: str) -> None:
+def the_budget_is_met_and_used(root: Path, recipe: str) -> None:
     targets = read(root / "data/importance/targets.json")["targets"]
     dense = sum(target["out_features"] * target["in_features"] for target in targets)
     kept = read(root / f"reports/evaluate/{recipe}-{KEEP}.json")["target_parameters"]
     assert 0.4 * dense < kept <= 0.5 * dense
 
 
-def test_the_search_that_trains_is_counted_and_what_it_measured_is_explained(root: Path) -> None:
+def the_search_that_trains_is_counted_and_explained(root: Path) -> None:
     assert read(root / f"models/ranks/pull-{KEEP}/ranks.json")["steps"] == FEW["steps"]
     last = (root / f"reports/search/pull-{KEEP}.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["pull"] > 0
     assert "Norm of the gradients of all targets." in (root / "reports/comparison.html").read_text()
-
-
-def test_its_trained_weights_are_what_is_factorized(root: Path) -> None:
-    assert (root / f"models/ranks/pull-{KEEP}/shaped/model.safetensors").exists()
+    assert (root / f"models/ranks/pull-{KEEP}/shaped/model.safetensors").exists()  # its trained weights
     assert not (root / f"models/ranks/energy-{KEEP}/shaped").exists()
 
 
-def test_its_code_is_a_dependency_of_the_searches_that_use_it(root: Path) -> None:
+def its_code_is_a_dependency_of_the_searches_that_use_it(root: Path) -> None:
     before, after = (
         YAML(typ="safe").load((root / name).read_text())["code"] for name in ("before.yaml", "resolved.yaml")
     )

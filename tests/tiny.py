@@ -1,7 +1,8 @@
 """Tiny models of every family, with all weights and biases drawn at random, and batches for them.
 
-`FAMILIES` are three classifiers, `ARCHITECTURES` one model of each family with the targets that probing must find in
-it, and `UNUSUAL` models with inputs beyond ids and a mask, or labels other than a class for each example.
+`FAMILIES` has three classifiers. `ARCHITECTURES` has one model of each family, with the number of targets that probing
+must find in it. `UNUSUAL` has models that read other inputs than ids and a mask, whose labels are not one class for
+each example, or whose layers are unusual.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ GROUPED = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, **LENGT
 
 
 def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the same model every time, with no parameter at zero or one, so that a forgotten bias shows."""
+    """Build a model with random parameters, the same in every call.
+
+    No parameter is exactly zero or one, as biases and norms of a new model are, so that tests notice a forgotten bias.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = family(config)
@@ -46,30 +50,30 @@ def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 
 
 def build(family: str, **options: Any) -> PreTrainedModel:
-    """Return a model of the class `family` of transformers, with these options of its config."""
+    """Return a model of the transformers class `family`, whose config has these options."""
     model: type[PreTrainedModel] = getattr(transformers, family)
     return drawn(model, model.config_class(**options))
 
 
 def of(family: str, **options: Any) -> Callable[[], PreTrainedModel]:
-    """Return a builder of a model that reads the tokens of `samples`."""
+    """Return a function that builds a model of the transformers class `family` for examples as `samples` draws them."""
     everywhere = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": PAD}
     return lambda: build(family, **{**everywhere, **options})
 
 
 bert = of("BertForSequenceClassification", **{**LAYERS, "intermediate_size": 40}, **LENGTH)
-"""Separate query, key and value; dropout on, as by default."""
+"""BERT: separate linear layers for query, key and value. Dropout is on, as by default."""
 gpt2 = of("GPT2ForSequenceClassification", n_positions=32, n_embd=16, n_layer=2, n_head=2)
-"""Conv1D everywhere, query, key and value in one."""
+"""GPT-2: all linear layers are Conv1D, and query, key and value are one layer."""
 llama = of("LlamaForSequenceClassification", **GROUPED, tie_word_embeddings=True)
-"""Two key-value heads for four query heads, no biases."""
+"""LLaMA: two key-value heads for four query heads, no biases."""
 causal_llama = of("LlamaForCausalLM", **GROUPED, tie_word_embeddings=True)
-"""The same with a head that is tied to the embedding."""
+"""LLaMA as a language model, whose head is tied to the embedding."""
 albert = of("AlbertForSequenceClassification", **{**LAYERS, "num_hidden_layers": 3}, embedding_size=8, **LENGTH)
-"""One layer that runs three times."""
+"""ALBERT: one layer that runs three times."""
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 t5 = of("T5EncoderModel", **T5)
-"""An encoder whose blocks read the type of the weight of their last layer before they call it."""
+"""T5's encoder, whose blocks read the dtype of their last linear layer's weight before they call this layer."""
 FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
 
 
@@ -77,7 +81,10 @@ FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
 
 
 def words() -> PreTrainedTokenizerBase:
-    """A tokenizer with a word for each id of the tiny models; it returns ids and a mask, as for decoders."""
+    """Return a tokenizer with one word for each token id of the tiny models.
+
+    It returns ids and a mask but no token types, as tokenizers of decoders do.
+    """
     vocabulary = {"<pad>": PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -88,7 +95,7 @@ def words() -> PreTrainedTokenizerBase:
 
 
 def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> list[Sample]:
-    """Draw examples of different lengths without the padding token."""
+    """Draw random examples of `shortest` to `longest` tokens, none of which is the padding token."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -99,7 +106,10 @@ def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> l
 
 
 def collate(texts: Sequence[Sample], length: int = 0, side: str = "right") -> Batch:
-    """Return a batch, padded on `side` to the longest example or to `length`; positions count from the first token."""
+    """Return a batch that is padded on `side` to the longest example, or to `length` if that is longer.
+
+    Positions count from the first token that is not padding.
+    """
     length = max(length, *(len(ids) for ids, _ in texts))
     ids = torch.full((len(texts), length), PAD)
     mask = torch.zeros_like(ids)
@@ -112,14 +122,15 @@ def collate(texts: Sequence[Sample], length: int = 0, side: str = "right") -> Ba
 
 
 def batches(texts: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[Batch]:
-    """Return examples in batches of `size`."""
+    """Return the examples in padded batches of `size` examples."""
     return [collate(texts[start : start + size], length, side) for start in range(0, len(texts), size)]
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Assert that weights are equal bit for bit, and outputs up to rounding.
+    """Assert that the weights of two models are equal bit for bit, and their outputs for a batch up to rounding.
 
-    How a product is summed depends on where in memory its operands begin, and loaded weights are elsewhere.
+    The order in which a product is summed depends on the memory addresses of its operands, so outputs of a model that
+    was loaded from a file may differ in rounding.
     """
     weights, others = model.state_dict(), other.state_dict()
     assert set(weights) == set(others)
@@ -133,7 +144,7 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[s
 
 
 def logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits in eval mode; labels are not read."""
+    """Return the model's logits for a batch in eval mode. Labels in the batch are left out."""
     with torch.no_grad():
         return model.eval()(**{name: values for name, values in batch.items() if name != "labels"}).logits
 
@@ -145,14 +156,24 @@ def factorize(
     residual: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Factorize the targets of `model` at the rank of each one's number, 0 and up; with `residual`, beside the rest."""
+    """Factorize all targets of `model` in place, and return it.
+
+    Args:
+        rank: number of a target (0, 1, …) → its rank.
+        residual: whether each layer also has a residual, so that factors and residual together are the old weight.
+        options: of `find_targets`.
+    """
     for number, target in enumerate(find_targets(model, batch, **options).targets):
         factorize_layer(model, target.name, rank(number), slice(None) if residual else None)
     return model
 
 
 def factorize_layer(model: PreTrainedModel, name: str, rank: int, rows: slice | None = None) -> LowRankLinear:
-    """Factorize one layer at this rank, beside these rows of what the factors leave."""
+    """Factorize one layer of `model` in place at this rank, and return the new layer.
+
+    Args:
+        rows: rows of the residual (weight − product of the factors) that the layer also has; None: no residual.
+    """
     weight = weight_of(model.get_submodule(name)).clone()
     left, right = decompose(weight, ErrorNorm()).truncate(rank)
     layer = factorize_target(model, name, left, right, rest(weight, left, right) if rows else None)
@@ -169,7 +190,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class LinearLayers(nn.Module):
-    """Linear layers a, b, … of the given shapes `(out, in)`."""
+    """A module whose children a, b, … are random linear layers of the given shapes `(out, in)`."""
 
     def __init__(self, *shapes: tuple[int, int], seed: int = 0) -> None:
         super().__init__()
@@ -200,23 +221,26 @@ NOT_OF_EXAMPLES = "not all of its inputs belong to examples of the batch"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A tiny model, and the targets that probing must find in it."""
+    """A tiny model, and the number of targets that probing must find in it."""
 
     kind: Kind
     build: Callable[[], PreTrainedModel]
     targets: int
     excluded: Mapping[str, int] = field(default_factory=dict)
-    """Reason → number of linear layers."""
+    """Reason → number of linear layers that are no targets for this reason."""
     more: int = 0
-    """Additional targets if heads and embeddings are included; tied ones and positions never are."""
+    """Number of additional targets if heads and embeddings are included; tied and position embeddings never are."""
     everything: bool = False
     """Whether heads and embeddings are included in all tests."""
     rounding: float = 1e-8
-    """Relative rounding of what it computes in float64; more if its code goes through float32."""
+    """Relative rounding error of the model's results in float64; larger if its code computes parts in float32."""
 
 
 def mobilebert() -> PreTrainedModel:
-    """A model that reads each token with its neighbours, and zeros beyond the text, so padding must be zero."""
+    """Return a MobileBERT, which reads each token's embedding together with those of its neighbours.
+
+    Beyond the ends of a text it reads zeros, so the embedding of the padding token must be zero, too.
+    """
     sizes = {"embedding_size": 12, "intra_bottleneck_size": 8, "num_feedforward_networks": 2}
     model = of("MobileBertForSequenceClassification", **LAYERS, **LENGTH, **sizes, classifier_activation=False)()
     with torch.no_grad():
@@ -230,17 +254,17 @@ BART = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("lay
 BART |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 20}
 LSTM = {"vocab_size": VOCABULARY, "embedding_size": 12, "hidden_size": 16, "pad_token_id": PAD}
 ARCHITECTURES = {
-    # 6 a layer and the pooler
+    # 6 in each layer, and the pooler
     "bert": Architecture("classification", bert, 13, {HEAD: 1}, 3),
-    # and its head, words and token types; its positions are the same for all samples
+    # also the head, word and token type embeddings; position embeddings are not, since all examples have the same
     "bert-everything": Architecture("classification", bert, 16, {NOT_OF_EXAMPLES: 1}, everything=True),
-    # 11 a layer (3 of bottlenecks, 4 of attention, 2 for each of two feed-forward networks) and one of the embeddings
+    # 11 in each layer (3 of bottlenecks, 4 of attention, 2 of each of two feed-forward networks), 1 of the embeddings
     "mobilebert": Architecture("classification", mobilebert, 23, {HEAD: 1}, 3),
-    # 6 a layer; the head is two layers
+    # 6 in each layer; the head is two linear layers
     "roberta": Architecture(
         "classification", of("RobertaForSequenceClassification", **LAYERS, **LENGTH), 12, {HEAD: 2}, 5
     ),
-    # query and key also read the embeddings of relative positions, which belong to no sample: 4 a layer are left
+    # query and key also read the embeddings of relative positions, which belong to no example: 4 are left in each layer
     "deberta-v3": Architecture(
         "classification",
         of("DebertaV2ForSequenceClassification", **LAYERS, **LENGTH, **RELATIVE),
@@ -248,15 +272,15 @@ ARCHITECTURES = {
         {HEAD: 2, NOT_OF_EXAMPLES: 4},
         3,
     ),
-    # one layer of 6 that runs 3 times, the layer before it and the pooler
+    # 6 in the one layer that runs 3 times, the linear layer before it, and the pooler
     "albert": Architecture("classification", albert, 8, {HEAD: 1}, 3),
-    # 4 a layer: query, key and value are one Conv1D
+    # 4 in each layer: query, key and value are one Conv1D
     "gpt2": Architecture("classification", gpt2, 8, {HEAD: 1}, 2),
-    # 7 a layer; the head is tied to the embedding
+    # 7 in each layer; the head is tied to the embedding
     "llama": Architecture("causal", causal_llama, 14, {HEAD: 1}),
-    # 4 a layer: query, key and value are one Linear
+    # 4 in each layer: query, key and value are one Linear
     "pythia": Architecture("causal", of("GPTNeoXForCausalLM", **LAYERS, **LENGTH), 8, {HEAD: 1}, 2),
-    # 6 a layer, and two between the width of the embedding and that of the layers
+    # 6 in each layer, and 2 between the width of the embedding and that of the layers
     "opt": Architecture(
         "causal",
         of("OPTForCausalLM", **LAYERS, ffn_dim=24, word_embed_proj_dim=12, **LENGTH),
@@ -264,7 +288,7 @@ ARCHITECTURES = {
         {HEAD: 1},
     ),
     "qwen3": Architecture("causal", of("Qwen3ForCausalLM", **GROUPED, head_dim=8), 14, {HEAD: 1}, 2),
-    # 3 a layer; the weight of dt_proj is used without its forward
+    # 3 in each layer; the weight of dt_proj is used without calling dt_proj
     "mamba": Architecture(
         "causal",
         of("MambaForCausalLM", hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=3),
@@ -272,28 +296,32 @@ ARCHITECTURES = {
         {HEAD: 1, "its forward did not run for the batch": 2},
         rounding=1e-5,
     ),
-    # 2 a layer, of which one runs for each token
+    # 2 in each layer, one of which is called once for each token
     "lstm": Architecture("causal", lambda: drawn(LSTMForCausalLM, LSTMConfig(**LSTM)), 4, {HEAD: 1}, 2),
-    # 6 a layer of the encoder, 10 of the decoder
+    # 6 in each layer of the encoder, 10 in each of the decoder
     "bart": Architecture("seq2seq", of("BartForConditionalGeneration", **BART, **LENGTH), 32, {HEAD: 1}),
-    # 7 a layer of the encoder, 11 of the decoder: a gated feed-forward network has 3; wo is looked at for its type
+    # 7 in each layer of the encoder, 11 in each of the decoder: 3 are of the gated feed-forward network
     "t5": Architecture(
         "seq2seq",
         of("T5ForConditionalGeneration", **T5, feed_forward_proj="gated-gelu", decoder_start_token_id=PAD),
         36,
         {HEAD: 1},
     ),
-    # 6 a layer; the patches are cut by a convolution
+    # 6 in each layer; a convolution embeds the patches
     "vit": Architecture(
         "images", of("ViTForImageClassification", **LAYERS, image_size=8, patch_size=4), 12, {HEAD: 1}, 1
     ),
 }
 PECULIAR = ("deberta-v3", "albert", "gpt2", "lstm", "t5", "vit")
-"""One architecture for each peculiarity: unsampled and shared layers, Conv1D, cells, two texts, pictures."""
+"""One architecture for each peculiarity.
+
+In this order: layers whose inputs belong to no example; a layer that runs several times; Conv1D; LSTM cells; an encoder
+with a decoder; pictures.
+"""
 
 
 def unpadded(kind: Kind) -> list[Batch]:
-    """Return six examples of different lengths, each as the model reads it alone."""
+    """Return six examples of different lengths, each as a batch's tensors without padding and batch dimension."""
     read, written = samples(6), samples(6, seed=1)
     generator = torch.Generator().manual_seed(0)
     result: list[Batch] = []
@@ -314,7 +342,10 @@ def unpadded(kind: Kind) -> list[Batch]:
 
 
 def padded(examples: Sequence[Mapping[str, Tensor]], more: int = 0) -> Batch:
-    """Return a batch padded on the right by `more` tokens beyond the longest text, twice as many for a decoder."""
+    """Return a batch of `unpadded` examples, padded on the right.
+
+    It is `more` tokens longer than the longest text, and for a decoder's text twice as many.
+    """
 
     def column(name: str) -> Tensor:
         values = [example[name] for example in examples]
@@ -329,7 +360,7 @@ def padded(examples: Sequence[Mapping[str, Tensor]], more: int = 0) -> Batch:
 
 
 def loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Sum the losses of examples: of the label, or the mean over the labelled tokens."""
+    """Return the sum of the examples' losses: for one label its loss, for labelled tokens the mean of their losses."""
     labels = batch["labels"]
     if labels.dim() == 1:
         return mean_loss_times_batch(model, batch)
@@ -354,7 +385,7 @@ def case(make: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def text(rows: int = ROWS, tokens: int = TOKENS) -> Batch:
-    """Return texts of 10, 8, 6, 4 tokens, and so on."""
+    """Return a batch of texts: the first has `tokens` tokens, each further one 2 fewer, and after 4 again `tokens`."""
     ids = torch.randint(5, 64, (rows, tokens), generator=torch.Generator().manual_seed(0))
     lengths = tokens - 2 * torch.arange(rows) % (tokens - 2)
     mask = (torch.arange(tokens) < lengths[:, None]).long()
@@ -366,7 +397,7 @@ def classes() -> Batch:
 
 
 def following(rows: Batch) -> Batch:
-    """Return texts whose labels are their own tokens."""
+    """Return a batch of texts with their own tokens as labels."""
     return rows | {"labels": rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)}
 
 
@@ -379,7 +410,7 @@ def boxes() -> Tensor:
 
 
 def masked_words() -> Tensor:
-    """Labels of 5, 1, 2 and 1 tokens."""
+    """Return the labels of four texts, in which 5, 1, 2 and 1 tokens have a label."""
     batch = text()
     kept = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     for row, places in enumerate((range(1, 6), [2], [1, 2], [1])):
@@ -389,14 +420,14 @@ def masked_words() -> Tensor:
 
 @case
 def layoutlm() -> Case:
-    """A box for each token."""
+    """A bounding box for each token."""
     model = build("LayoutLMForSequenceClassification", **WORDS, **LAYERS, num_labels=CLASSES)
     return model, text() | {"bbox": boxes()} | classes()
 
 
 @case
 def layoutlmv3() -> Case:
-    """Boxes, and a picture whose patches follow the tokens."""
+    """Bounding boxes, and a picture whose patches follow the tokens of the text."""
     sizes = {"input_size": 16, "patch_size": 8, "coordinate_size": 3, "shape_size": 2, "max_2d_position_embeddings": 32}
     model = build("LayoutLMv3ForSequenceClassification", **WORDS, **LAYERS, **sizes, num_labels=CLASSES)
     return model, text() | {"bbox": boxes(), "pixel_values": noise(ROWS, 3, 16, 16)} | classes()
@@ -404,7 +435,7 @@ def layoutlmv3() -> Case:
 
 @case
 def embedded() -> Case:
-    """Vectors in place of ids."""
+    """Embedding vectors in place of token ids."""
     model = build("BertForSequenceClassification", **WORDS, **LAYERS, num_labels=CLASSES)
     mask = {"attention_mask": text()["attention_mask"]}
     return model, {"inputs_embeds": noise(ROWS, TOKENS, 16)} | mask | classes()
@@ -419,7 +450,7 @@ def choices() -> Case:
 
 @case
 def llava() -> Case:
-    """A picture's tokens first, which must all stay, then text."""
+    """First the tokens of a picture, none of which may be cut off, then text."""
     model = build(
         "LlavaForConditionalGeneration",
         vision_config=transformers.CLIPVisionConfig(**PICTURE),
@@ -440,7 +471,7 @@ def llava() -> Case:
 
 @case
 def whisper() -> Case:
-    """Sound of one length, and text that is padded."""
+    """Sounds of the same length, and texts that are padded."""
     ends = {"decoder_start_token_id": 2, "bos_token_id": 2, "eos_token_id": 2}
     sizes = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16}
     model = build("WhisperForConditionalGeneration", **WORDS, **BART, **sizes, **ends)
@@ -449,7 +480,7 @@ def whisper() -> Case:
 
 @case
 def swin() -> Case:
-    """Windows of a picture, several for each example."""
+    """Pictures that the model cuts into windows, several for each example."""
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]}
     model = build("SwinForImageClassification", **sizes, window_size=4, num_labels=CLASSES)
     return model, {"pixel_values": noise(ROWS, 3, 16, 16)} | classes()
@@ -457,7 +488,7 @@ def swin() -> Case:
 
 @case
 def patchtst() -> Case:
-    """Three channels of a series, each by itself; the labels have a name of their own."""
+    """Time series of three channels, which the model reads one by one; the labels are named `target_values`."""
     sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 16, "ffn_dim": 24}
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "num_targets": CLASSES, "use_cls_token": True}
     model = build("PatchTSTForClassification", num_input_channels=3, **sizes, **heads)
@@ -466,7 +497,7 @@ def patchtst() -> Case:
 
 @case
 def canine() -> Case:
-    """A layer of characters, then layers of every fourth."""
+    """A first layer that reads all characters, then layers that read one vector for every four characters."""
     hashes = {"num_hash_buckets": 32, "num_hash_functions": 4}
     strides = {"local_transformer_stride": 16, "downsampling_rate": 4, "upsampling_kernel_size": 4}
     model = build("CanineForSequenceClassification", **LAYERS, **hashes, **strides, num_labels=CLASSES)
@@ -475,7 +506,7 @@ def canine() -> Case:
 
 @case
 def switch() -> Case:
-    """Experts that are linear layers, whose inputs a router chooses."""
+    """Experts made of linear layers, each of which reads the tokens that a router sends to it."""
     experts = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
     model = build(
         "SwitchTransformersForConditionalGeneration",
@@ -490,7 +521,7 @@ def switch() -> Case:
 
 @case
 def falcon() -> Case:
-    """Linear layers of a class of their own."""
+    """Linear layers of a class that Falcon's own code defines."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     return build("FalconForCausalLM", **WORDS, **sizes), following(text())
 
@@ -501,7 +532,7 @@ def masked_language_model() -> Case:
 
 
 def heard(family: str, **options: Any) -> Case:
-    """Return a model that reads waves, 8 samples to a frame, and labels of 5, 3, 2 and 5 letters."""
+    """Return a model that reads sound waves, 8 samples in a frame, and a batch. Its labels have 5, 3, 2, 5 letters."""
     convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2}
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
     model = build(family, **LAYERS, **convolutions, **positions, vocab_size=20, pad_token_id=0, **options)
@@ -512,18 +543,18 @@ def heard(family: str, **options: Any) -> Case:
 
 @case
 def speech() -> Case:
-    """Its loss is the sum over examples, and its code reads `in_features` to initialize weights."""
+    """A model whose loss is the sum over examples, and whose code reads `in_features` to initialize weights."""
     return heard("Wav2Vec2ForCTC", feat_extract_norm="layer", do_stable_layer_norm=True)
 
 
 @case
 def wavlm() -> Case:
-    """Attention that uses weights outside the forward of their layers."""
+    """Attention that uses the weights of linear layers without calling these layers."""
     return heard("WavLMForCTC")
 
 
 def two_heads() -> Case:
-    """A mean over all tokens, and one over examples."""
+    """A model with two losses: a mean over all tokens, and a mean over examples."""
     model = build("GPT2DoubleHeadsModel", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)
     batch = {name: values.view(ROWS, 2, TOKENS) for name, values in text(2 * ROWS).items()}
     ends = batch["attention_mask"].sum(-1) - 1
@@ -542,7 +573,7 @@ def patches_with_a_mask() -> Case:
 
 
 def picture_classes() -> Case:
-    """Its layers and head have the same parent."""
+    """A model whose layers and head are in the same parent module."""
     model = build("CLIPForImageClassification", vision_config=PICTURE, num_labels=CLASSES)
     return model, {"pixel_values": noise(ROWS, 3, 8, 8)} | classes()
 
@@ -557,6 +588,6 @@ def pixels() -> Case:
 
 
 def mixtral() -> Case:
-    """Four experts, of which each token goes to two; their weights are one tensor."""
+    """Four experts, two of which read each token; the weights of all experts are one tensor."""
     options = {**LAYERS, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
     return build("MixtralForCausalLM", **WORDS, **options), following(text())

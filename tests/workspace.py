@@ -64,7 +64,7 @@ _CHANGES: dict[str, Any] = {
     "importance": {"batch_size": 8},
     "recipes": {
         "svd": {"recovery": {"steps": 2, "batch_size": 8}},
-        "kfac": {"recovery": {"steps": 2, "batch_size": 8}, "ranks": {"multiple": 1}},  # its maps are small
+        "kfac": {"recovery": {"steps": 2, "batch_size": 8}, "ranks": {"multiple": 1}},  # the layers are small
     },
     "evaluate": {"batch_size": 8},
     "export": {"recipes": []},
@@ -73,9 +73,10 @@ _CHANGES: dict[str, Any] = {
 
 
 def tiny_workspace(root: Path, **changes: Any) -> Path:
-    """Fill `root` with params.yaml, data/raw and models/base; `changes` are merged into the parameters.
+    """Write params.yaml, data/raw and models/base into `root`, and return `root`.
 
-    `tiny_workspace(root, data={"seed": 1})` changes the seed of the split and nothing else of `data`.
+    `changes` are merged into the parameters: `tiny_workspace(root, data={"seed": 1})` changes the seed of the split and
+    no other parameter of `data`.
     """
     write_params(root, tiny_params(**changes))
     write_reviews(root / REVIEWS)
@@ -86,14 +87,14 @@ def tiny_workspace(root: Path, **changes: Any) -> Path:
 
 
 def tiny_params(**changes: Any) -> dict[str, Any]:
-    """The repository's own parameters, cut down to seconds, and with `changes`."""
+    """Return the repository's parameters, changed so that a study takes seconds, with `changes` merged in."""
     params = resolve(merged(repository_params(), _CHANGES))
     params["recipes"] = {name: params["recipes"][name] for name in ("svd", "kfac")}
     return merged(params, changes)
 
 
 def repository_params() -> dict[str, Any]:
-    """The default study with all defaults."""
+    """Return the content of the repository's params.yaml, with all defaults filled in."""
     return plain(resolve(read(REPOSITORY / "params.yaml")))
 
 
@@ -103,12 +104,12 @@ def write_params(root: Path, params: dict[str, Any]) -> None:
 
 
 def plain(content: Any) -> Any:
-    """`content` with no part shared, as YAML's anchors would have it."""
+    """Return a copy of `content` in which no two parts are the same object, so that YAML writes no anchors."""
     return json.loads(json.dumps(content))
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`old` with the values of `new`, mappings merged key by key."""
+    """Return a copy of `old` with the values of `new`. Nested mappings are merged key by key."""
     result = copy.deepcopy(old)
     for key, value in new.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
@@ -117,7 +118,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def reviews() -> pd.DataFrame:
-    """Sixty sentences, all different, half of them positive; every second word tells which."""
+    """Return sixty different sentences with labels. Half are positive; two words of each sentence say the label."""
     rows = [
         {"text": f"the {subject} is {first} and {second}", "label": label}
         for label, words in WORDS.items()
@@ -132,7 +133,7 @@ def write_reviews(file: Path) -> None:
 
 
 def a_task(kind: TaskName, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
-    """What the extract stage writes down of a data set."""
+    """Return a description of a data set, as the stage `extract` writes it."""
     sizes = {"train": 32, "validation": 8, "test": 12, "calibration": 16}
     return Task(
         kind=kind,
@@ -148,14 +149,14 @@ def a_task(kind: TaskName, labels: Sequence[str], metric: MetricName, max_length
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """WordPiece over the words of the reviews."""
+    """Return a WordPiece tokenizer whose vocabulary is the words of the reviews."""
     words = ["the", "is", "and", *SUBJECTS, *itertools.chain(*WORDS.values())]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     return BertTokenizer(vocab={token: position for position, token in enumerate(tokens)})
 
 
 def collate() -> Collate:
-    """Rows of `rows` → a padded batch."""
+    """Return a function that makes a padded batch from examples of `rows`."""
     return DataCollatorWithPadding(tiny_tokenizer())
 
 
@@ -165,21 +166,21 @@ def tiny_config(**changes: Any) -> BertConfig:
 
 
 def bert(**changes: Any) -> PreTrainedModel:
-    """A classifier, the same every time, and in eval mode, as `from_pretrained` gives it."""
+    """Return a BERT classifier with random weights, the same in every call, in eval mode as after `from_pretrained`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return BertForSequenceClassification(tiny_config(**changes)).eval()
 
 
 def rows() -> Dataset:
-    """The reviews as model inputs, unpadded."""
+    """Return the reviews as inputs of a model, with labels and without padding."""
     frame = reviews()
     labels = (frame["label"] == "positive").astype(int).tolist()
     return Dataset.from_dict({**tiny_tokenizer()(frame["text"].tolist()), "labels": labels})
 
 
 def write_base(folder: Path) -> None:
-    """A BERT without a head, the same in every call."""
+    """Save a BERT without a head, with the same random weights in every call, and its tokenizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         BertModel(tiny_config()).save_pretrained(folder)
@@ -187,13 +188,13 @@ def write_base(folder: Path) -> None:
 
 
 def run_stage(name: str, recipe: str | None = None, keep: str | None = None) -> None:
-    """What `python -m tasks.NAME --recipe RECIPE --keep KEEP` does, in this process and its working directory."""
+    """Do what `python -m tasks.NAME --recipe RECIPE --keep KEEP` does, in this process and its working directory."""
     candidate = ["--recipe", recipe, "--keep", keep] if recipe and keep else []
     before = sys.argv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv = [name, *candidate]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported before
+            warnings.simplefilter("ignore", RuntimeWarning)  # says that the module was imported before
             runpy.run_module(f"tasks.{name}", run_name="__main__", alter_sys=True)
     finally:
         sys.argv = before[0]
@@ -202,7 +203,7 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None) -> 
 
 
 def run_study(*recipes: str, exported: bool = False) -> None:
-    """Run all stages of a study of these recipes at keep 0.5, in this process."""
+    """Run all stages of a study of these recipes at keep 0.5 in this process; `exported`: those that export, too."""
     shared = ["extract", "check", "teacher", "control", "dense", *["export_dense"] * exported, "importance"]
     for stage in shared:
         run_stage(stage)
@@ -214,6 +215,6 @@ def run_study(*recipes: str, exported: bool = False) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """File → digest of its bytes, for every file under `folder`."""
+    """Return relative path → digest of each file in `folder` and its subfolders."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -1,1 +1,1 @@
-"""Calibration: batches, losses of examples, and statistics that are gathered in a pass over the batches."""
+"""Calibration: the user's batches, the losses of their examples, and statistics gathered in a pass over the batches."""

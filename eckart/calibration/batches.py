@@ -18,8 +18,8 @@ def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tenso
         batches: mappings of input names to tensors `(batch, …)`.
 
     Raises:
-        ValueError: there is no batch, a batch is no mapping of tensors with the same number of examples, or batches
-            differ in their inputs.
+        ValueError: there is no batch; a batch is no mapping, or its values are no tensors with the same number of
+            examples; or batches differ in the names of their inputs.
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one batch: give a list of batches")

@@ -2,9 +2,9 @@
 
 The loss of an example is the loss that the model returns for this example alone. For a batch, most heads return the
 mean over examples, some return the sum, and token heads return the mean over all tokens, so that long examples weigh
-more. To tell which, the loss of a few examples together is compared with the losses of each alone. So are the gradients
-by the logits and by the model's one-dimensional parameters, because an untrained model has nearly the same loss for all
-examples, but not the same gradients.
+more. To find out which, the model's loss for a few examples together is compared with its losses for each of them
+alone. The gradients by the logits and by the model's one-dimensional parameters are compared in the same way, because
+an untrained model has nearly the same loss for all examples, but not the same gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import masks_of
 
 _SPAN_LABELS, _SPAN_LOGITS = {"start_positions", "end_positions"}, {"start_logits", "end_logits"}
-_EXAMPLES = 4  # number of examples whose loss is computed together and alone
+_EXAMPLES = 4  # maximum number of examples whose loss is computed together and alone
 
 
 def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Objective:
     """Return the loss and the predictions of the task of `model`, found by running it on a few examples of `data`.
 
     Args:
-        need: the part of a recipe that needs the loss, for the error message.
+        need: name of the part of a recipe that needs the loss, for the error message.
 
     Raises:
         ValueError: the model returns no finite loss, no label counts, or the loss of several examples is neither the
@@ -70,7 +70,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
 
 
 def _check_labels(data: Sequence[Batch]) -> None:
-    """Check that at least one label counts (is not -100), and that the label of an example with only one counts."""
+    """Check that at least one label counts (is not -100); if each example has a single label, check that all count."""
     labels = {number: batch["labels"] for number, batch in enumerate(data) if "labels" in batch}
     classes = {number: values for number, values in labels.items() if not values.is_floating_point()}
     if classes and all(bool((values == IGNORED).all()) for values in classes.values()):
@@ -83,7 +83,7 @@ def _check_labels(data: Sequence[Batch]) -> None:
 
 
 def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
-    """Return some examples of the batch whose examples differ most in length; without those that have no label."""
+    """Return up to _EXAMPLES labelled examples, each as a batch, of the batch whose examples differ most in length."""
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
 
     def unevenness(counted: tuple[Batch, Tensor, Tensor]) -> tuple[int, float, int]:
@@ -98,7 +98,7 @@ def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
-    """Return the number of tokens and labels that count, and whether any label counts, of each example `(batch,)`."""
+    """Return two tensors `(batch,)`: how many tokens and labels of each example count, and whether a label counts."""
     counts, labelled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
     masks = masks_of(batch)
     for name, values in batch.items():
@@ -113,7 +113,7 @@ def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Enable gradients by all parameters inside the context, even if the model is frozen."""
+    """Enable gradients by all parameters while the context lasts, even if the model is frozen."""
     frozen = [weight for weight in model.parameters() if weight.is_floating_point() and not weight.requires_grad]
     try:
         for parameter in frozen:
@@ -134,7 +134,7 @@ class _Answer:
         gradients: name of logits → gradient of the loss by these logits.
         vector_gradient: gradient of the loss by all one-dimensional parameters of the model, joined. It also shows
             terms of the loss that do not depend on the logits, such as a router's balance.
-        gradient_by_vectors: function that computes the same gradient for another loss.
+        gradient_by_vectors: function that computes, for another loss, the gradient by the same parameters.
     """
 
     batch: Batch
@@ -179,7 +179,7 @@ class _Answer:
         return all(self._close(together, alone) for together, alone in pairs)
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        """Return whether `a` and `b` are equal up to rounding in the coarsest type among them and the logits."""
+        """Return whether `a` and `b` are equal up to rounding in the coarsest dtype of `a`, `b` and the logits."""
         if a.shape != b.shape:
             return False
         types = [a.dtype, b.dtype, *(value.dtype for value in self.logits.values())]
@@ -218,7 +218,7 @@ def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loss_of(model: PreTrainedModel, examples: Sequence[Batch]) -> Loss:
-    """Find the Loss that gives, for a batch, the sum of the losses that the model returns for each example alone."""
+    """Find the Loss that returns, for a batch, the sum of the losses that the model returns for each example alone."""
     answers: list[_Answer] = []
     for example in examples:
         answer = _answer(model, example)

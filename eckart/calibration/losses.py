@@ -50,7 +50,7 @@ class Objective:
 
 
 def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Predictions of a head that has one answer for each example: return its logits.
+    """Return the predictions of a head that has one answer for each example: its logits.
 
     Raises:
         ValueError: the model returns no logits.
@@ -62,7 +62,7 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
 
 
 def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Predictions of a head that decides each label separately, with probability σ(z) for its logit z (multi-label).
+    """Return the predictions of a multi-label head, which gives each label the probability σ(z) for its logit z.
 
     Returns:
         The two logits z and 0 for each label, `(batch · labels, 2)`. Because softmax(z, 0) = (σ(z), 1 − σ(z)), each
@@ -73,17 +73,21 @@ def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
 
 
 def predictions_of(problem_type: str | None) -> Predictions:
-    """Return the Predictions of a head with one answer for each example, for a `problem_type` of config.json."""
+    """Return the function that gives the predictions of a head with one answer for each example.
+
+    Args:
+        problem_type: entry `problem_type` of the model's config.json.
+    """
     return binary_logits if problem_type == "multi_label_classification" else logits_of
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
     """Return the distillation loss temperature² · KL(teacher ‖ student), a mean over predictions (Hinton et al., 2015).
 
-    Without a temperature, return the mean squared error.
+    If the temperature is None, return the mean squared error.
 
     Args:
-        student, teacher: logits `(predictions, classes)`, or values `(batch, values)` without a temperature.
+        student, teacher: logits `(predictions, classes)`; or values `(batch, values)`, if the temperature is None.
 
     Raises:
         ValueError: their shapes differ.
@@ -101,21 +105,21 @@ def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) ->
 
 
 def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that themselves return the mean loss over examples."""
+    """Loss for heads that themselves return the mean loss over examples: this mean times the number of examples."""
     return model(**batch).loss * batch_size(batch)
 
 
 def sum_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that themselves return the sum of the examples' losses."""
+    """Loss for heads that themselves return the sum of the examples' losses: this sum."""
     loss: Tensor = model(**batch).loss
     return loss
 
 
 def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the mean loss over examples, from outputs that are already computed.
+    """Return the mean loss over the examples of `batch`, from the model's `outputs`, without another forward pass.
 
     Args:
-        loss: None for the model's own loss, which is among the outputs.
+        loss: loss of the task; None: the model's own loss, which is among the outputs.
     """
     return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
 
@@ -131,7 +135,7 @@ def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:
-    """Losses `(classes,)` for every possible label of an example, to get the true Fisher in place of the empirical one.
+    """Losses `(classes,)`, one for each possible label, for statistics of the true Fisher instead of the empirical one.
 
     For heads with one answer for each example; the batch needs no labels. Each loss is weighted by √p, where p is the
     model's probability of the label. So p weighs a label's squared gradients G_n ⊙ G_n and Δ_nᵀ Δ_n, and their sum over
@@ -143,10 +147,11 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
 
 
 def drawn_loss(predictions: Predictions, seed: int) -> Loss:
-    """Return a Loss with labels drawn from the model's own probabilities; an example's loss is a mean over predictions.
+    """Return a Loss for labels that are drawn from the model's own probabilities.
 
-    A draw depends on `seed` and the example's tokens, but not on the batch, so every pass over the same model draws
-    the same labels. All examples must have the same number of predictions, in the order of the examples.
+    An example's loss is the mean over its predictions. A draw depends on `seed` and the example's tokens, but not on
+    the rest of the batch, so every pass over the same model draws the same labels. All examples must have the same
+    number of predictions, and these must be in the order of the examples.
     """
 
     def loss(model: Model, batch: Batch) -> Tensor:
@@ -207,7 +212,10 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
 
 
 def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Predictions of a head for spans: logits of the starts, then of the ends `(2 batch, tokens)`; −10⁴ at padding."""
+    """Return the predictions of a head for spans, `(2 batch, tokens)`: logits of starts, then of ends.
+
+    Padding gets the logit −10⁴.
+    """
     logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     mask = batch.get("attention_mask")

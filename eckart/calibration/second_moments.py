@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SquareSums = dict[str, tuple[Tensor, Tensor]]
-"""fisher or taylor → its squares, summed over outputs `(in,)` and summed over inputs `(out,)`."""
+"""Kind, fisher or taylor → its squares, summed over outputs `(in,)`, and summed over inputs `(out,)`."""
 
 _PANEL = 128  # number of rows of a Gram matrix that are computed at once
 _STRIP = 256  # number of rows of a gradient and of its squares that fit into the CPU's cache
@@ -47,7 +47,7 @@ def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]
 
 
 def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
-    """Return the `square_sums` of an embedding; only columns of W that an example looks up have a gradient.
+    """Return the sums of `square_sums` for an embedding; only columns of W that an example looks up have a gradient.
 
     Args:
         ids: `(batch, tokens, 1)`.
@@ -76,7 +76,7 @@ def lookup_counts(ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
 
 
 def add_gram(total: Tensor, x: Tensor) -> None:
-    """Add XᵀX of `x` `(tokens, features)` to the upper triangle of `total` `(features, features)`, in place.
+    """Add XᵀX for X = `x` `(tokens, features)` to the upper triangle of `total` `(features, features)`, in place.
 
     A single product would compute both triangles and take up to 1.9 times the time. Blocks on the diagonal are computed
     in full; `mirror` fills in all entries below these blocks.

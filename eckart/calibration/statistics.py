@@ -113,11 +113,14 @@ def collect(
 
 
 class _Stopped(Exception):
-    """Raised to end a forward early, once all hooked modules have run."""
+    """Exception that ends a forward early, once all hooked modules have run."""
 
 
 class _EarlyStop:
-    """Context that ends forwards before the target `then`, after a whole one has shown that all `modules` run first."""
+    """Context for one forward at a time, which ends before the target `then` if none of `modules` runs after `then`.
+
+    The first forward runs to its end to find this out.
+    """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:
         self.modules = tuple(modules)
@@ -149,7 +152,7 @@ class _EarlyStop:
 
 @contextmanager
 def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Keep tensors that autograd saves on the CPU, except the model's weights, which stay on their device anyway."""
+    """Keep on the CPU what autograd saves for the backward pass, except weights, which stay on their device anyway."""
     resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -175,7 +178,7 @@ class Collector:
         self.squares = kinds & {"fisher", "taylor"}
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
-        """Target → inputs and output gradients of each call for this batch; None for a call that needs no joining."""
+        """Target → its calls for this batch: inputs and output gradients of each, or None if they are not kept."""
         self.tokens_per_example: dict[str, int] = {}
         """Name of a target without a mask → tokens per example, which must be the same in all batches."""
         self.examples = 0
@@ -192,7 +195,7 @@ class Collector:
                 hook.remove()
 
     def start(self, batch: Batch) -> None:
-        """Begin the next batch; all calls for the previous batch must be over."""
+        """Begin the next batch. All inputs and gradients of the previous batch must have been added by now."""
         self.batch = batch
         self.calls = {}
         self.examples += batch_size(batch)
@@ -254,7 +257,7 @@ class Collector:
             self._add_squares(target, x, delta)
 
     def _count_call(self, target: Target) -> int:
-        """Count a call of `target` and return its number in this batch, from 0."""
+        """Count a call of `target` and return the call's number in this batch, from 0."""
         calls = self.calls.setdefault(target, [])
         if calls and not target.repeated:
             raise ValueError(f"{target.name}: its forward ran again for the same batch; exclude this target")
@@ -276,7 +279,12 @@ class Collector:
             self._add(kind, f"{target.name}.output", by_output)
 
     def _token_mask(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
-        """Return the padding mask `(batch, tokens)` of a call, or None without padding; `shape` is without features."""
+        """Return the padding mask `(batch, tokens)` of a call's inputs, or None if they have no padding.
+
+        Args:
+            shape: shape of the inputs, without the features.
+            call: number of the call in this batch, from 0.
+        """
         size, masks = batch_size(self.batch), masks_of(self.batch)
         mask = self.batch.get(target.mask) if target.mask and masks else None
         if target.mask and masks and target.mask not in masks:
@@ -332,7 +340,7 @@ class Collector:
         add_gram(sums[key], rows)
 
     def finish(self) -> Statistics:
-        """Return the statistics: the sums ÷ the number of examples, after checks.
+        """Return the statistics: the sums over all batches ÷ the number of examples.
 
         Raises:
             ValueError: there was no example, a statistic is not finite, or a target saw no token.
@@ -352,7 +360,7 @@ class Collector:
         return self.sums
 
     def _fill_missing(self) -> None:
-        """Set the gradient statistics of targets without a gradient to zero, such as a pooler that the head ignores."""
+        """Set gradient statistics to zero for targets that got no gradient, such as a pooler that the head ignores."""
         for target, module in self.modules.items():
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
@@ -386,10 +394,11 @@ class Pass:
 
 
 def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
-    """Divide targets into passes over a few transformer layers each, because statistics of all may not fit in memory.
+    """Divide targets into passes over a few transformer layers each, as statistics of all layers may not fit in memory.
 
     A layer consists of all targets with the same name up to the first number, such as `model.layers.3`. Targets without
-    a number between two such layers form a layer, too. The statistics are bit for bit those of a single pass.
+    a number between two such layers form a layer, too. All passes together give bit for bit the statistics of a single
+    pass.
 
     Args:
         targets: the targets in order of execution.
@@ -420,7 +429,7 @@ def gather(
     loss: Loss,
     offload_activations: bool = False,
 ) -> Iterator[Statistics]:
-    """Yield the statistics of each group of targets; each group has a pass of its own.
+    """Yield the statistics of each group of targets, gathered in a pass of its own over the calibration data.
 
     Args:
         batches: function that returns the calibration data; it is called for each pass.
@@ -441,7 +450,7 @@ def gather(
 
 
 def save_statistics(statistics: Statistics, folder: Path, part: int | None = None) -> None:
-    """Write statistics to files `KIND.safetensors`, or `KIND-00001.safetensors` for part 1 of several."""
+    """Write statistics to files `KIND.safetensors` in `folder`, or `KIND-00001.safetensors` for part 1 of several."""
     folder.mkdir(parents=True, exist_ok=True)
     suffix = "" if part is None else f"-{part:05}"
     for kind, tensors in statistics.items():

@@ -16,9 +16,10 @@ from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target
 
 _NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters
-_SCALE = 256.0  # the loss is multiplied by this, so that gradients in float16 do not underflow
-_UNDERFLOW = 0.01  # largest relative change of a statistic through this scaling without a warning
-_TOLERATED = {True: 0.01, False: 0.1}  # largest change of outputs without padding; True: in float32 or float64
+_SCALE = 256.0  # factor of the loss in the test for underflow, so that gradients in float16 do not underflow
+_UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
+_TOLERATED = {True: 0.01, False: 0.1}
+"""Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
 
 
 def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int) -> str | None:
@@ -28,7 +29,7 @@ def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int)
     which reads only one token per example.
 
     Args:
-        examples: number of examples that the statistics were gathered from.
+        examples: number of examples from which the statistics were gathered.
     """
     tokens = statistics.get("tokens", {})
     layers = [layer for target in targets for layer in target.layers if layer.input_of in tokens and not layer.looks_up]
@@ -70,12 +71,12 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
 
 
 def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], loss: Loss) -> str | None:
-    """Return a warning if gradients of a model in float16 underflow.
+    """Return a warning if gradients of a model in float16 underflow; None for other dtypes.
 
     To test this, the loss is multiplied by a factor: the statistics of gradients must grow by the factor squared.
 
     Args:
-        targets: targets with gradient statistics that are tested.
+        targets: targets whose gradient statistics are tested.
     """
     if model.dtype != torch.float16:
         return None

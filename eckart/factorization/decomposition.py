@@ -74,7 +74,7 @@ def decompose_product(
 def _output_moments(
     model: PreTrainedModel, target: Target, heads: int, weighting: Weighting, statistics: Statistics
 ) -> Tensor:
-    """Return the second moments of each head's outputs `(heads, d, d)`, with the input side of `weighting`."""
+    """Return the second moments of each head's outputs `(heads, d, d)`, for inputs as `weighting` weighs them."""
     module = present(model, target.name)
     weight, bias = weight_of(module), getattr(module, "bias", None)
     weight = weight.to(exact_dtype(weight))
@@ -114,9 +114,9 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
 
 @torch.no_grad()
 def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
-    """Change the dense weight of the second layer so that it computes the keys k Mᵀ with M = left right.
+    """Change the dense weight of the product's second layer so that it computes the keys k Mᵀ with M = left right.
 
-    The model then has the outputs of the factorized product, but both layers stay dense.
+    The model then has the same outputs as with the factorized product, but both layers stay dense.
 
     Args:
         left, right: the factors of M, `(heads, d, rank)` and `(heads, rank, d)`.

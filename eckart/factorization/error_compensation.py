@@ -17,8 +17,8 @@ the outputs that the factors keep. So corrections only matter with residual conn
 Source: ours in this form. AA-SVD, SAES-SVD and the error compensation M of PIFA (Zhao et al., ICML 2025) are one-sided
 forms that start from the original model's outputs.
 
-Biases are kept. Embeddings are not corrected, because ids do not change. Targets that stay dense are corrected like
-targets of full rank. The two layers of a product are corrected one by one.
+Biases are kept. Embeddings are not corrected, because their inputs, token ids, do not change. Targets that stay dense
+are corrected like targets of full rank. The two layers of a product are corrected one by one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DenseModules:
 
     @contextmanager
     def back(self) -> Iterator[None]:
-        """Put the stored modules back inside the context, so that the model is the original one."""
+        """Put the stored modules back while the context lasts, so that the model computes like the original one."""
         current = {name: self.model.get_submodule(name) for name in self.modules}
         try:
             self._put(self.modules)
@@ -87,7 +87,7 @@ class DenseModules:
 def anchor_targets(
     model: PreTrainedModel, targets: Iterable[Target], statistics: Statistics, anchor: float, ridge: float
 ) -> None:
-    """Replace the layers of `targets`, which are dense, by dense layers with `anchored` weights.
+    """Replace each layer of `targets`, all still dense, by a dense layer with its corrected weight (see `anchored`).
 
     Raises:
         ValueError: a device map has offloaded a layer to the CPU or the disk.

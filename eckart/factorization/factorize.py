@@ -7,8 +7,8 @@ factorized (sequential calibration).
 Source of the order: DRONE (Chen et al., NeurIPS 2021), section 3.3: "the changes of lower layer parameters will cause
 the distribution of representation shifts in upper layers". So algorithm 2 of the paper approximates one component after
 the other, from lower to higher layers.
-Departs from the paper: ranks are decided before. Statistics of gradients stay those of the original model (choice):
-gathering them again for each layer made no measurable difference.
+Departs from the paper: ranks are chosen before the factorization begins. Statistics of gradients stay those of the
+original model (choice): gathering them again for each layer made no measurable difference.
 
 With an anchor of 0, as in the paper, a target minimises the error ‖(W − Ŵ) X̂ᵀ‖ of its own weight on its current inputs
 X̂, and does not correct earlier errors. For a chain of two linear layers without biases under weighting `inputs`, this
@@ -64,10 +64,11 @@ def factorize_model(
     batches: Iterable[Batch] = (),
     residual: bool = False,
 ) -> None:
-    """Call `factorize_in_order` if `in_order` has its settings, else `factorize_at_once`.
+    """Factorize all targets as a recipe asks for: with `factorize_in_order` if `in_order` is given, else at once.
 
     Args:
         batches: calibration data; only needed for the factorization in order.
+        in_order: settings of the factorization in order of execution; None: use `factorize_at_once`.
         residual: as in `factorize_at_once`; ignored with `in_order`.
     """
     if in_order:
@@ -166,10 +167,10 @@ def factorize_in_order(
 
 
 def _by_input(targets: Iterable[Target]) -> list[list[Target]]:
-    """Group targets with the same input tensor, in order of execution.
+    """Group the targets that read the same input tensor; groups and targets stay in order of execution.
 
-    The `input_of` of all targets in a group becomes the group's first target, because `targets` may lack the target
-    that `input_of` named before.
+    The first target of a group becomes the `input_of` of all its targets, because `targets` may lack the target that
+    `input_of` named before.
     """
     groups: dict[str, list[Target]] = {}
     for target in targets:

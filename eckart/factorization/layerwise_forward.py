@@ -1,10 +1,10 @@
 """A forward pass of all calibration data that pauses at each target, so that the target can be replaced before it runs.
 
 Each batch's forward is a coroutine that pauses when it calls a target. When all forwards have paused, the target's
-inputs are known and the target can be replaced; the forwards then call the replacement. So factorizing a model in order
-costs a single forward, whatever code is between its layers. The price is memory: the activations that a paused forward
-still needs are kept for all calibration tokens. Also, a model must not store data of a forward on its modules, because
-forwards of other batches run in between.
+inputs are known and the target can be replaced; the forwards then call the replacement. So factorizing all targets in
+order takes only one forward of each batch, whatever code is between the layers. The price is memory: the activations
+that a paused forward still needs are kept for all calibration tokens. Also, a model must not store data of a forward on
+its modules, because forwards of other batches run in between.
 
 For error compensation (eckart/factorization/error_compensation.py), the original model runs at the same time, in
 forwards of its own.
@@ -63,7 +63,7 @@ class LayerwiseForward:
         self._undo: dict[str, Callable[[], None]] = {}
 
     def pause_at(self, name: str) -> None:
-        """Make all forwards pause when they call the target `name`; once `advance_to` got there, they pause no more."""
+        """Make all forwards pause when they call the target `name`, until `advance_to` has reached this target."""
         module = self._model.get_submodule(name)
         own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched the forward
 
@@ -82,7 +82,7 @@ class LayerwiseForward:
         self._undo[name] = undo
 
     def advance_to(self, group: Sequence[Target]) -> Statistics:
-        """Run all forwards up to the targets `group` and return statistics of their inputs.
+        """Run all forwards up to the targets `group`, which read the same tensor, and return statistics of this tensor.
 
         If the original model runs as well, dense_inputs are among these statistics.
 

@@ -64,7 +64,7 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         left, right: `(out, r)` and `(r, in)`, r ≤ out.
 
     Returns:
-        Ŵ[P] `(r, in)`, D `(out − r, r)`, and the position of each row of Ŵ in [Ŵ[P]; D Ŵ[P]] `(out,)`.
+        Ŵ[P] `(r, in)`, D `(out − r, r)`, and for each row of Ŵ its position in [Ŵ[P]; D Ŵ[P]], `(out,)`.
     """
     left, right = left.to(exact_dtype(left)), right.to(exact_dtype(right))
     weight = left @ right
@@ -79,7 +79,7 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose r rows P of `basis` so that small coefficients give all other rows: basis = coefficients basis[P].
+    """Choose r rows P of `basis`, so that small coefficients give all rows from these: basis = coefficients basis[P].
 
     The search starts with the pivots of Gaussian elimination. While the largest coefficient is above _LARGEST, the row
     with this coefficient takes the place of the pivot that the coefficient belongs to. Each exchange multiplies the

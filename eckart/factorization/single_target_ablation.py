@@ -1,6 +1,6 @@
 """Ablation of single targets: measures how much the original model changes if only one target is factorized.
 
-The result is compared with a rank search's predictions for single targets. These also ignore the other targets.
+The pipeline compares the result with the losses that a rank search predicts, which also consider each target alone.
 """
 
 from __future__ import annotations

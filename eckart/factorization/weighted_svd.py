@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
 
-_FLOOR = 1e-12  # smallest eigenvalue and variance of a side ÷ the largest one; more in float32 (see _root)
+_FLOOR = 1e-12  # lower bound of a side's eigenvalues and variances ÷ the largest of each; higher in float32 (see _root)
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Decomposition:
     """Result of a weighted SVD: W = left @ right, with components in descending order of their weighted energy.
 
     Attributes:
-        left: `(out, k)`, k = min(out, in); for an attention product, one for each head: `(heads, d, d)`.
-        right: `(k, in)`, or `(heads, d, d)`.
-        spectrum: weighted singular values S, descending, `(k,)` or `(d,)`; of a product, the norm over its heads.
+        left: left factor `(out, k)`, k = min(out, in); for an attention product, one for each head: `(heads, d, d)`.
+        right: right factor `(k, in)`, or `(heads, d, d)`.
+        spectrum: weighted singular values S, descending, `(k,)`; for a product, their norms over the heads, `(d,)`.
     """
 
     left: Tensor

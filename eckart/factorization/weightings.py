@@ -20,7 +20,7 @@ from eckart.model.targets import Target, Tied
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 Side = Tensor | None
-"""One side of a norm, LᵀL or R Rᵀ, positive semidefinite: `(n, n)`; `(n,)`: a diagonal matrix; None: the identity."""
+"""One side of a norm, LᵀL or R Rᵀ, a positive semidefinite matrix: `(n, n)`, or its diagonal `(n,)`; None: identity."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ Weighting = Annotated[Plain | ByScores | Inputs | Movement | Kfac | FisherInputs
 
 
 def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> ErrorNorm:
-    """Return the norm for errors of `target` under `weighting`; for an embedding and its head, one norm for both.
+    """Return the norm that `weighting` gives for errors of `target`; an embedding and its head get one norm for both.
 
     Raises:
         ValueError: a statistic that the weighting reads is missing.

@@ -1,4 +1,4 @@
-"""Attention products: finds pairs of targets, such as query and key, that only meet in inner products.
+"""Attention products: finds pairs of targets, such as query and key, whose outputs only meet in inner products.
 
 The model is run to find them. Query and key are such a pair if the model's output stays the same when an invertible
 matrix G mixes the queries of every head and G⁻ᵀ mixes its keys, because q kᵀ = (q G)(k G⁻ᵀ)ᵀ. The output stays the same
@@ -22,8 +22,10 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import float_tensors
 from eckart.model.targets import Product, Target, Targets
 
-_ROUNDING = 0.02  # largest (change if both layers are mixed) ÷ (change if only one is) for a product; others are near 1
-_FOLLOWING = 3  # compare the inputs of so many later layers: the first may be the value, and its input never changes
+_ROUNDING = 0.02
+"""Largest (change of the model if both layers are mixed) ÷ (change if only one is) of a product; near 1 for others."""
+_FOLLOWING = 3
+"""Number of later layers whose inputs are compared; the first may be the value layer, whose input never changes."""
 
 
 def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: Targets) -> Targets:
@@ -61,8 +63,8 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: T
 class _Probe:
     """Runs a model with the outputs of two layers mixed within heads, and tests whether later values change.
 
-    These values are the model's outputs and the inputs of the layers that follow. The outputs alone could be only two
-    numbers, and a wrong mixture might leave them unchanged by chance.
+    These values are the model's outputs and the inputs of the next layers. The model's outputs alone may be as few as
+    two numbers, which could stay the same by chance although the two layers are no product.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor], targets: Sequence[Target]) -> None:
@@ -73,7 +75,7 @@ class _Probe:
         """Width of the heads of the last product that was found; tried first for the next pair."""
 
     def heads(self, first: Target, second: Target) -> int | None:
-        """Return the number of heads if the two layers form a product, or None; heads are as wide as possible."""
+        """Return the number of heads, each as wide as possible, if the two layers form a product; otherwise None."""
         after = self.order.index(second.name) + 1
         readers = self.order[after : after + _FOLLOWING]
         unmixed = self._run({}, readers)
@@ -118,7 +120,7 @@ def _mix(mixture: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tenso
 
 
 def _mixtures(heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Draw G and G⁻ᵀ `(heads, width, width)`; G is a rotation followed by stretching each channel by ½ to 2."""
+    """Draw G and G⁻ᵀ of each head, `(heads, width, width)`; G rotates, then stretches each channel by ½ to 2."""
     generator = torch.Generator().manual_seed(0)
     rotations = torch.linalg.qr(torch.randn(heads, width, width, generator=generator, dtype=torch.float64)).Q
     stretches = (2 * torch.rand(heads, width, 1, generator=generator, dtype=torch.float64) - 1).exp2()

@@ -17,7 +17,7 @@ class Census(BaseModel):
 
     Attributes:
         targets: number of weights in targets.
-        linear: reason why linear layers are no targets → number of weights in these layers.
+        linear: reason why linear layers or other matrices are no targets → number of weights in them.
         experts: number of weights in tensors that hold several experts; these are no targets.
         embeddings: number of weights in embeddings that are no targets.
         rest: number of all other parameters: biases, norms, convolutions and so on.
@@ -37,12 +37,12 @@ class Census(BaseModel):
 
     @property
     def reached(self) -> float:
-        """Share of the parameters in targets; embeddings that are no targets are left out of the total."""
+        """Share of the model's parameters that is in targets; the total leaves out embeddings that are no targets."""
         return self.targets / max(self.total - self.embeddings, 1)
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        """Rows of a table for users: a description of each kind and its number of parameters, if above 0."""
+        """Rows of a table for users: a description of each kind of parameters, and their number, if above 0."""
         lines = [
             ("targets", self.targets),
             *((f"other linear layers ({reason})", count) for reason, count in self.linear.items()),
@@ -96,7 +96,7 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 
 
 def other_matrices(model: nn.Module) -> dict[str, str]:
-    """Find the matrices outside of dense linear layers and embeddings: name → why it is no target."""
+    """Return the matrices outside of dense linear layers and embeddings: name of each → why it is no target."""
     matrices: dict[str, str] = {}
     for name, owner, parameter in _parameters(model):
         layer = name.rpartition(".")[0]
@@ -112,7 +112,10 @@ def other_matrices(model: nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield name, module and parameter; embeddings come first, so that a weight shared with a head counts as theirs."""
+    """Yield the name of each parameter, the module that owns it, and the parameter.
+
+    Embeddings come first, so that a weight that an embedding shares with a head counts as the embedding's.
+    """
     parameters = [
         (f"{prefix}.{name}" if prefix else name, module, parameter)
         for prefix, module in model.named_modules()

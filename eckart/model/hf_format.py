@@ -93,7 +93,7 @@ class EckartQuantizer(HfQuantizer):
     """Puts low-rank layers in place of the layers that the config names, before the weights are loaded."""
 
     quantization_config: EckartConfig
-    requires_calibration = True  # the weights must come from a file
+    requires_calibration = True  # only weights saved in this format can be loaded; loading does not compress dense ones
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         names = dict(model.named_modules(remove_duplicate=False))
@@ -130,7 +130,7 @@ class EckartQuantizer(HfQuantizer):
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Return the name in `model` of the saved model's layer `name`, or None if the layer belongs to a head left out.
+    """Return the name in `model` of the saved model's layer `name`, or None if it belongs to a head that `model` lacks.
 
     The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
     """
@@ -257,7 +257,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 _ROUNDING = {True: 1e-3, False: 5e-2}
-"""Largest relative change of outputs that counts as rounding; True: for a model in float32 or float64."""
+"""Whether a model is in float32 or float64 → largest relative change of its outputs that counts as rounding."""
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class LowRankLayer(nn.Module):
 
 
 class LowRankLinear(LowRankLayer):
-    """Linear layer in two factors, y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
+    """Linear layer stored as two factors, y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
     With a residual, y[rows] += x residualᵀ: some outputs also use a row of a full-rank matrix (LoSparse, eq. 5).
     """
@@ -113,7 +113,7 @@ class PivotedLinear(LowRankLayer):
     """
 
     places: Tensor
-    """Position `(out,)` of each row of Ŵ in the list of all pivots, followed by all other rows."""
+    """For each row of Ŵ, its position in the list that holds first all pivots and then all other rows, `(out,)`."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
         super().__init__()
@@ -136,14 +136,16 @@ class PivotedLinear(LowRankLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         pivots = self.project(x, self.right)
-        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # compiled for all numbers of tokens
-            return linear(pivots, self.left(), self.bias)  # reorders rows of `left`: fewer numbers than the outputs
+        # With more tokens than the rank, reordering the rows of `left` moves fewer numbers than reordering the outputs.
+        # Compiled code must suit any number of tokens, so it always takes this way.
+        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:
+            return linear(pivots, self.left(), self.bias)
         y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias
 
 
 class _Embedding(LowRankLayer):
-    """A low-rank layer that reads token ids `(…,)` in place of one-hot rows x; `in` is the vocabulary size.
+    """Mixin that makes a low-rank layer read token ids `(…,)` in place of one-hot rows x; `in` is the vocabulary size.
 
     W `(out, in)` is the transpose of the weight that nn.Embedding stores. Padding tokens get no special vector.
     """
@@ -164,7 +166,7 @@ class PivotedEmbedding(_Embedding, PivotedLinear):
 
 
 class TiedHead(nn.Module):
-    """A head that uses the factors of the embedding tied to it: x `(…, out)` → `(…, rank)` → `(…, in)`.
+    """Head that uses the factors of the embedding tied to it: x `(…, out)` → `(…, rank)` → `(…, in)`.
 
     The head has no factors of its own, so transformers has no weights to tie.
     """
@@ -279,7 +281,7 @@ def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
 
 
 def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
-    """Put `layer` in place of the module `name`."""
+    """Put `layer` in place of the module `name` of `model`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
@@ -291,7 +293,7 @@ def factorize_target(
 
     Args:
         left, right: the factors, `(out, rank)` and `(rank, in)`.
-        residual: matrix `(out, in)` that is added to left @ right; None: nothing is added.
+        residual: matrix `(out, in)` that the layer adds to left @ right; None: it adds nothing.
 
     Raises:
         ValueError: a device map has offloaded the target to the CPU or the disk.
@@ -393,12 +395,12 @@ def _set_tied(model: PreTrainedModel, tied: bool) -> None:
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
-    """Return every layer of `model` that is stored as two factors: name → layer."""
+    """Return all layers of `model` that are stored as two factors: name → layer."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
 
 
 def factorized(model: nn.Module) -> dict[str, int]:
-    """Return the ranks of the factorized layers of `model`: name → rank (of each head, for a layer of a product)."""
+    """Return the ranks of all factorized layers of `model`: name → rank; for a layer of a product, each head's rank."""
     return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
 
 
@@ -408,12 +410,12 @@ def pivoted(model: nn.Module) -> list[str]:
 
 
 def head_counts(model: nn.Module) -> dict[str, int]:
-    """Return the head counts of the layers of factorized products: name → number of heads."""
+    """Return the numbers of heads of the layers of factorized attention products: name of layer → number of heads."""
     return {name: layer.heads for name, layer in model.named_modules() if isinstance(layer, HeadRows)}
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
-    """Return the heads that use an embedding's factors: name of the head → name of the embedding."""
+    """Return the language model heads that use an embedding's factors: name of the head → name of the embedding."""
     names = {module: name for name, module in model.named_modules()}
     return {name: names[head.embedding] for head, name in names.items() if isinstance(head, TiedHead)}
 

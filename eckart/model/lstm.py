@@ -64,7 +64,7 @@ class LSTMLayer(nn.Module):
     def forward(self, x: Tensor, carries: Tensor | None) -> Tensor:
         """Run the layer over a sequence, x `(batch, tokens, in)` → `(batch, tokens, hidden)`.
 
-        The order of operations is that of torch's kernel.
+        The operations have the same order as in torch's kernel.
 
         Args:
             carries: `(batch, tokens, 1)`; 1 if a token continues from the state before it, 0 if the token starts from a
@@ -137,7 +137,10 @@ class LSTMModel(LSTMPreTrainedModel):
 
 
 def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 1 if neither a token nor the one before it is padding, else 0 `(batch, tokens, 1)`; None: no padding."""
+    """Return for each token 1 if neither it nor the token before it is padding, else 0, `(batch, tokens, 1)`.
+
+    None if there is no padding.
+    """
     if mask is None or bool(mask.all()):
         return None
     real = mask.bool()

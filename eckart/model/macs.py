@@ -16,7 +16,7 @@ from eckart.model.module_context import frozen
 
 @torch.no_grad()
 def macs(model: PreTrainedModel, batch: Batch) -> int:
-    """Count the multiply-accumulates of a forward pass of `batch`; for an expert, only of the tokens routed to it."""
+    """Count the multiply-accumulates of a forward pass of `batch`; an expert counts only for the tokens it gets."""
     # The math backend is chosen because torch's counter does not know every fused attention kernel.
     counter = FlopCounterMode(display=False, custom_mapping=_EXPERTS)
     with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # frozen: the counter would follow gradients
@@ -25,7 +25,11 @@ def macs(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _grouped_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Count operations if each token of `rows` `(tokens, in)` meets one matrix of `weights` `(experts, in, out)`."""
+    """Return the number of operations if each token is multiplied by the matrix of one expert.
+
+    Args:
+        rows, weights: the shapes of the tokens `(tokens, in)` and of the matrices `(experts, in, out)`.
+    """
     return 2 * int(torch.Size(rows).numel()) * int(weights[-1])
 
 

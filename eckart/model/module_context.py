@@ -22,7 +22,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode without parameter gradients or a key-value cache; on exit, restore all."""
+    """Put the model into eval mode, with frozen parameters and no key-value cache; on exit, restore all of these."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)

@@ -51,12 +51,12 @@ def is_embedding(module: nn.Module) -> bool:
 
 @dataclass
 class _Reads:
-    """Inputs of a layer when the model ran on a second batch, compared with the inputs for the probe's own batch.
+    """Inputs of a layer when the model ran on a variant of the probe's batch, compared with those for the batch itself.
 
     Attributes:
         counts: number of input vectors in each call of the layer.
         same: whether, in all calls, these vectors equal those for the probe's batch. If one of the batches has more
-            examples than the other, only the examples of both are compared.
+            examples than the other, only the examples that are in both are compared.
     """
 
     counts: list[int] = field(default_factory=list)
@@ -64,7 +64,8 @@ class _Reads:
 
 
 _OtherLength = tuple[int, Mapping[str, _Reads]]
-"""Result of a forward with another number of tokens: how many more each sequence has, and the reads of each layer."""
+"""Result of a forward with another number of tokens: how many more tokens each sequence has (negative: how many fewer),
+and name of layer → its inputs."""
 
 
 class Probe:
@@ -100,7 +101,7 @@ class Probe:
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
     def _run(self, batch: Mapping[str, Tensor], visit: Callable[[str, Tensor], object]) -> None:
-        """Run the model and call `visit` with name and input of each layer call, in order of execution."""
+        """Run the model; each time a layer runs, call `visit` with the layer's name and its input."""
 
         def hook(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             visit(name, args[0])
@@ -116,7 +117,11 @@ class Probe:
                 handle.remove()
 
     def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
-        """Run the model on a second batch and compare, by `same`, each layer's inputs with those for the first."""
+        """Run the model on `batch`, a variant of the probe's batch, and compare each layer's inputs for both batches.
+
+        Args:
+            same: function that compares the input for `batch` with the input for the probe's batch.
+        """
         reads: dict[str, _Reads] = {}
 
         def visit(name: str, x: Tensor) -> None:
@@ -129,7 +134,7 @@ class Probe:
         return reads
 
     def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_OtherLength]:
-        """Run the batch with one token less or more, and with half of its tokens, if the model accepts such lengths."""
+        """Run the model with one token of `mask` less or more, and with half of them; yield what the model accepts."""
         for group in _other_lengths(batch, mask):
             for more, other in group:
                 try:
@@ -144,7 +149,7 @@ class Probe:
         return x.numel() // (1 if is_embedding(self._layers[name]) else x.size(-1))
 
     def reads(self, name: str) -> tuple[int, ...]:
-        """Return the Python ids of the layer's input tensors; they are unique as long as the probe exists."""
+        """Return the Python ids of the tensors that the layer read; they are unique as long as the probe exists."""
         return tuple(map(id, self._inputs[name]))
 
     def calls(self, name: str) -> int:
@@ -152,7 +157,7 @@ class Probe:
         return len(self._counts[name])
 
     def repeated(self, name: str) -> bool:
-        """Return whether the layer ran several times in any forward: a recurrent cell, for example, once a token."""
+        """Return whether the layer ran several times in any forward, such as a recurrent cell, once for each token."""
         others = [reads[name].counts for runs in self._others.values() for _, reads in runs if name in reads]
         return any(len(counts) > 1 for counts in (self._counts[name], *others))
 
@@ -191,8 +196,9 @@ class Probe:
         """Return how the layer's input vectors are related to the tokens of `mask`, or None if this is unclear.
 
         tokens: there is one input vector for each token; a recurrent cell gets them in one call for each token.
-        as many: the number of input vectors does not change with the number of tokens.
-        none: the mask does not concern them: there is one for each sequence, or they do not change with the tokens.
+        as many: the number of input vectors does not depend on the number of tokens, but their values do.
+        none: the mask does not concern the layer: it gets one input vector for each sequence, or its input vectors do
+            not depend on the tokens.
         """
         counts, sequences = self._counts[name], math.prod(self._masks[mask].shape[:-1])
         tokens = self._masks[mask].shape[-1]
@@ -239,7 +245,7 @@ def _is_beginning(first: Tensor, x: Tensor) -> bool:
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
-    """Yield groups of (number of added tokens, batch in which the entries of `mask` have so many tokens more).
+    """Yield groups of variants of `batch`: how many tokens are added (negative: removed), and the batch with them.
 
     Of each group, only the first batch that the model accepts is needed. Shorter batches come first, because a model
     may accept no longer ones. The batch without the first token comes before the batch without the last token, because

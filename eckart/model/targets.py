@@ -44,7 +44,7 @@ class Target(BaseModel):
     mask: str | None = ATTENTION
     """Name of the batch entry that masks the layer's tokens; None if there is none (a pooler, a model of images)."""
     sampled: bool = True
-    """Whether each input vector of the layer belongs to one example and token; otherwise it has no statistics."""
+    """Whether each input vector of the layer belongs to one example and token; if not, the layer has no statistics."""
     looks_up: bool = False
     """Whether the target is an embedding without a tied head, which takes memory but hardly any time."""
     of_vocabulary: bool = False
@@ -213,7 +213,7 @@ def _described(
 
 
 def _grouped(excluded: Mapping[str, str]) -> str:
-    """Return a text that names each reason once, with the first layer it applies to and the number of other layers."""
+    """Return `excluded` as text: each reason once, with the first layer that it excludes and the number of others."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in excluded.items():
         by_reason.setdefault(reason, []).append(name)
@@ -224,7 +224,11 @@ def _grouped(excluded: Mapping[str, str]) -> str:
 
 
 def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Check that masks in the batch show which tokens are padding, also the tokens of a decoder."""
+    """Check that the batch's masks show which tokens are padding, in the decoder as well.
+
+    Raises:
+        ValueError: a mask is missing, has the wrong shape, or hides parts of pictures.
+    """
     if PICTURES in batch and not bool(batch[PICTURES].all()):
         raise ValueError(
             f"{PICTURES} hides parts of pictures, but no layer's inputs can be matched to pixels: give pictures of the "
@@ -254,7 +258,11 @@ def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
-    """Return the names of the embedding and of the head that shares its weight, with no other module."""
+    """Return the names of the input embedding and of the head that shares its weight.
+
+    Raises:
+        ValueError: there is no such head, or a third module shares the weight.
+    """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
     if all(names) and is_embedding(ends[0]) and is_linear(ends[1]):
@@ -268,9 +276,9 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
-    """Return `targets` with the embedding and the head of `pair`, if not empty, joined into one target.
+    """Return `targets` with the embedding and the head that `pair` names joined into one target.
 
-    If only one of the two is a target, it is left out, and the reason is added to `reasons`.
+    If only one of the two is a target, it is left out, and the reason is added to `reasons`. `pair` may be empty.
     """
     both = {target.name: target for target in targets if target.name in pair}
     if len(both) < len(pair):
@@ -294,7 +302,10 @@ def _static_reasons(
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Return the reasons against layers that need no forward; the layers of `pair` may share their weight."""
+    """Return why layers are no targets, as far as this is known without a forward: name of layer → reason.
+
+    The layers of `pair` are not excluded for being a head or for sharing their weight.
+    """
     owners = _weight_owners(model)
     reasons = {
         name: _unwanted(name, include, exclude)
@@ -322,7 +333,7 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
 
 
 def _patched(module: nn.Module) -> str | None:
-    """Return a reason against a module with hooks or a patched forward, as these may change its outputs; or None.
+    """Return why a module with hooks or a patched forward is no target; None if the module has neither.
 
     The probe's hooks have been removed by now. The forward patched by accelerate is fine: it only moves weights.
     """
@@ -355,7 +366,7 @@ def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
 
 
 class _StandIn(nn.Module):
-    """Stands in for a layer and gives the same outputs, but its weight is nan, to show if other code uses the weight.
+    """Stands in for a layer and gives the same outputs, but its weight is nan: this shows whether other code uses it.
 
     Such code could not use a low-rank layer, because a low-rank layer has no dense weight.
     """
@@ -379,9 +390,15 @@ class _StandIn(nn.Module):
 
 
 def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
-    """Find the layers that cannot be replaced, because the model uses more than their forward: name → reason.
+    """Find the layers that cannot be replaced, because the model uses more of them than their forward.
 
-    Reading the weight's dtype or device (T5) does not count as use. `calls` says how often a layer runs for `batch`.
+    Reading the weight's dtype or device (T5) does not count as use.
+
+    Args:
+        calls: name of each layer to check → how often it runs for `batch`.
+
+    Returns:
+        Name of each layer that cannot be replaced → reason.
     """
     expected = _has_nan(model(**batch))
     failed, readers = _try_replacing(model, batch, calls, expected)
@@ -395,7 +412,10 @@ def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[
 def _try_replacing(
     model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
-    """Run the model with stand-ins for the layers in `calls`; `expected` says which outputs have a nan without them.
+    """Run the model with stand-ins for the layers in `calls`.
+
+    Args:
+        expected: whether each output of the model has a nan without stand-ins.
 
     Returns:
         The problem, or None if all layers can be replaced; and the layers to test one by one, because their weight was

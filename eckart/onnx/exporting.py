@@ -39,7 +39,8 @@ from eckart.onnx.running import (
 TOLERANCE = 1e-4
 """Largest allowed difference between logits of torch and onnxruntime, ÷ the largest logit of the batch if above 1."""
 
-_TIES = 1e-3  # share of predictions that may differ in class: some of thousands of tokens have two equally likely ones
+_TIES = 1e-3
+"""Share of predictions whose class may differ: among thousands of tokens, some have two equally likely classes."""
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of a random text
 _SPECIAL_ATTENTION = ("softcap", "s_aux", "position_bias")  # arguments that only a model's own attention handles
@@ -82,13 +83,14 @@ def export(
     optional input `num_logits_to_keep` is the number of last tokens to compute logits for; 0: all tokens. A cache of
     another kind (Mamba's states) is not exported, and then this input does not exist either.
 
-    The model is put into eval mode. `file` is replaced only at the end, once onnxruntime has given torch's outputs,
-    except on padding, for texts of several lengths and for `batches`. Above 2 GB, the weights are in `FILE.data` beside
-    it.
+    The model is put into eval mode. `file` is written or replaced only at the end, after a check: for random texts of
+    several lengths and for `batches`, onnxruntime must give the same outputs as torch, except on padding. Weights above
+    2 GB are written to `FILE.data` beside it.
 
     Args:
         model: in float32, with a head that returns logits.
-        batches: further inputs for the comparison, each `(batch, tokens)`; names that are no input are ignored.
+        batches: further inputs for the comparison, each `(batch, tokens)`; entries that the graph does not read are
+            ignored.
         int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
         calibration: typical inputs for the quantization; if empty, random texts.
 
@@ -207,7 +209,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                # opset 23 exports torch's own attention, which some models always use, only for as many keys as queries
+                # some models always use torch's own attention; opset 23 exports it only for as many keys as queries
                 opset_version=_DECODER_OPSET if _has_cache(sample) and eager else None,
                 dynamic_shapes=(tuple(_dynamic_axes(name, sample) for name in sample),),
                 verbose=False,
@@ -341,7 +343,7 @@ def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> di
 
 
 def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
-    """Return the outputs of torch and onnxruntime under this name as `(predictions, classes)`, without padding.
+    """Return the outputs of torch and onnxruntime called `name` as `(predictions, classes)`, without those on padding.
 
     On padding a model may return anything.
     """
@@ -366,7 +368,8 @@ def _rounding(model: PreTrainedModel, inputs: Batch, name: str) -> float:
 def _move(written: Path, file: Path) -> None:
     """Move `written` to `file`, together with its weights if they are in a separate file.
 
-    Two files cannot be replaced at once. In between, there is no file rather than a file with the weights of another.
+    Two files cannot be replaced at once. Until both are replaced, `file` does not exist, so that it is never read with
+    the weights of another graph.
     """
     weights, old = weights_of(written), weights_of(file)
     if weights.exists() or old.exists():

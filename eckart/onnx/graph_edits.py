@@ -47,7 +47,8 @@ def add_kept_logits(model: Any) -> None:
 def store_tables_by_rows(graph: Any) -> None:
     """Store the table of each embedding by rows, so that a lookup needs no transposed copy of it.
 
-    Such a table was stored transposed, for a product with the same weight. That product transposes it back now.
+    The exporter stores a table transposed if a product uses the same weight. Now the graph transposes it for the
+    product instead.
     """
     for value in list(graph.initializers.values()):
         transposes = [node for node in value.consumers() if node.op_type == "Transpose"]
@@ -73,8 +74,8 @@ def store_tables_by_rows(graph: Any) -> None:
 def strip(model: Any) -> None:
     """Remove the exporter's stack traces: they contain paths of this machine and are larger than the graph.
 
-    Also remove all shapes except those of inputs and outputs. onnx infers them, and a tool that transposes a weight
-    would otherwise refuse the file because the noted shape is wrong.
+    Also remove all shapes except those of inputs and outputs. onnx infers them, and otherwise a tool that transposes a
+    weight would refuse the file, because the weight's shape would differ from the shape stored for it.
     """
     nodes = list(model.graph.all_nodes())
     values = [value for node in nodes for value in node.outputs]
@@ -86,5 +87,5 @@ def strip(model: Any) -> None:
 
 
 def save_graph(model: ir.Model, file: Path, like: Path) -> None:
-    """Write a graph; its weights get a file of their own if those of the graph `like` have one."""
+    """Write `model` to `file`; its weights get a separate file if those of the graph in the file `like` have one."""
     ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

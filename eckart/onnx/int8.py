@@ -22,14 +22,14 @@ _LARGEST = 63  # largest integer of seven bits with a sign
 
 
 def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> None:
-    """Write the graph in `file` with int8 weights.
+    """Write the graph in `file` to the file `quantized`, with int8 weights.
 
     Linear layers get one scale for each output, and embeddings one for each row. Activations stay float32 between
     linear layers. Each layer rounds its inputs to int8, by the range that they have at run time.
 
     Weights use seven of the eight bits, because processors without VNNI add two products in 16 bits and cut off
-    overflow. With eight bits, a dense model hardly changes, but a factorized one predicts at chance: its first
-    component is large.
+    overflow. With eight bits, this overflow hardly changes a dense model, but a factorized one predicts at chance: its
+    first component is large.
 
     Args:
         file: a graph that `export` wrote.
@@ -59,9 +59,10 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
 
 
 def _round_tables(file: Path, rounded: Path) -> None:
-    """Round the tables of embeddings to int8, with one scale for each row; heads that share a table multiply in int8.
+    """Round the tables of embeddings in `file` to int8, with one scale for each row, and write the graph to `rounded`.
 
-    `quantize_dynamic` uses one scale for all rows, and converts the weight of such a head to float32 for each token.
+    Heads that share a table then multiply in int8. `quantize_dynamic` would use one scale for all rows, and convert the
+    weight of such a head to float32 for each token.
     """
     model = ir.load(file)
     for table in list(model.graph.initializers.values()):
@@ -122,5 +123,5 @@ def _initializer(graph: ir.Graph, name: str, values: Tensor) -> ir.Value:
 
 
 def _put(graph: ir.Graph, node: ir.Node, *others: ir.Node) -> None:
-    """Replace `node` with `others`; the last of these computes the output."""
+    """Replace `node` with the nodes `others`, the last of which computes its output."""
     replace_nodes_and_values(graph, node, [node], others, node.outputs, others[-1].outputs)

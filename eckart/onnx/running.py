@@ -22,7 +22,7 @@ KEPT = "num_logits_to_keep"
 """Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
 
 OUTPUTS = ("logits", "start_logits", "end_logits")
-"""Names of the outputs of a head."""
+"""Names of the outputs that a model's head may have."""
 
 PAST, PRESENT = "past_key_values.", "present."
 """Prefixes of the names of a decoder's cache, as input and as output (as in optimum)."""
@@ -40,7 +40,7 @@ class ExportError(RuntimeError):
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
-    """Return a function that runs `file` on the CPU: inputs → outputs. A cache that is missing in the inputs is empty.
+    """Return a function that runs `file` on the CPU: inputs → outputs. Inputs without a cache get an empty one.
 
     Args:
         threads: number of threads of a matrix product; 0: one for each core.
@@ -103,7 +103,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
 @contextmanager
 def explained(what: str = "cannot run the file that torch exported") -> Iterator[None]:
-    """Raise every error in this context as an ExportError that names onnxruntime."""
+    """Raise every error in this context as an ExportError with the message "onnxruntime `what`: `error`"."""
     try:
         yield
     except Exception as error:  # errors of onnxruntime have no common class
@@ -126,5 +126,5 @@ def quiet() -> Iterator[None]:
 
 
 def weights_of(file: Path) -> Path:
-    """Return the path of the separate file for the weights of `file`, if `file` is too large to contain them."""
+    """Return the path of the separate file that holds the weights of the graph `file` if these are too large for it."""
     return file.with_name(f"{file.name}.data")

@@ -26,10 +26,12 @@ from eckart.onnx.graph_edits import save_graph
 from eckart.onnx.running import runner
 
 _SHARE = 0.65  # α (choice)
-_LEAST = 0.1  # smallest maximum, ÷ the median: a channel unused in calibration must not fill the range later
+_LEAST = 0.1
+"""Smallest maximum that a channel counts with, ÷ the median maximum. Without it, a channel that calibration hardly uses
+would be scaled up so much that it fills the whole range as soon as it is used."""
 _CHANNELWISE = ("Relu", "Reshape", "Slice")  # each output channel depends only on the same input channel
 _WITHOUT_STEPS = 4  # largest number of inputs of a Slice; a fifth, the steps, could reverse the channels
-_MAXIMUM = "maximum."  # prefix of the outputs that are maxima
+_MAXIMUM = "maximum."  # prefix of the names of the outputs that are maxima of channels
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class _Activation:
     """Activation that is read only by products.
 
     Attributes:
-        made_by: weights that must be divided to divide the activation.
-        read_by: weights of the products, which are multiplied.
+        made_by: weights that must be divided in order to divide the activation.
+        read_by: weights of the products that read the activation; they are multiplied instead.
     """
 
     value: ir.Value
@@ -69,9 +71,9 @@ class _Activation:
 
 
 def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
-    """Write the graph in `file` with the same nodes and outputs, but with smoothed activations.
+    """Write the graph in `file` to the file `smoothed`: same nodes and outputs, but smoothed activations.
 
-    Activations that need an additional node for this stay as they are.
+    Activations that could only be smoothed by an additional node stay as they are.
 
     Args:
         batches: typical inputs of the graph, each `(batch, tokens)`, on which the channels are measured.
@@ -114,9 +116,9 @@ def _activations(graph: ir.Graph) -> list[_Activation]:
 
 
 def _weight(product: ir.Node, place: int) -> _Weight | None:
-    """Return the weight of `product`, with the axis of its inputs, if `product` reads an activation at `place`.
+    """Return the weight by which the node `product` multiplies the activation that it reads as input number `place`.
 
-    None if the node is no such product.
+    None if the node does not multiply this input by a stored weight.
     """
     if place or product.op_type not in ("MatMul", "Gemm") or product.attributes.get_int("transA", 0):
         return None
@@ -169,9 +171,9 @@ def _all(parts: list[list[_Weight] | None]) -> list[_Weight] | None:
 
 
 def _owned(value: ir.Value | None, axis: int, channels: int | None = None) -> _Weight | None:
-    """Return `value` with its axis of channels if only one node reads it; None if it does not fit.
+    """Return `value` as a weight with its channels along `axis`; None if it cannot be scaled.
 
-    It must be a stored matrix, or for axis -1 a vector, with this number of channels.
+    It must be a stored matrix, or for axis -1 a vector, with this number of channels, that only one node reads.
     """
     if value is None or not value.is_initializer() or len(value.uses()) > 1 or value.const_value is None:
         return None
@@ -183,10 +185,13 @@ def _owned(value: ir.Value | None, axis: int, channels: int | None = None) -> _W
 def _maxima(
     file: Path, measured: Path, activations: Iterable[_Activation], batches: Iterable[Batch]
 ) -> dict[str, Tensor]:
-    """Return the largest magnitude of each channel of the activations, by output name; empty if there are no batches.
+    """Measure the largest magnitude of each channel of the activations.
 
     Args:
-        measured: path for the graph that measures them.
+        measured: path to write the graph to that measures them.
+
+    Returns:
+        _MAXIMUM + name of the activation → maxima `(channels,)`; empty if there are no batches.
     """
     model = ir.load(file)
     graph = model.graph

@@ -1,7 +1,6 @@
 """Conversions between keep, ranks and numbers of parameters.
 
-`keep` is the number of parameters of all targets after compression ÷ before, in (0, 1]. Biases are counted on neither
-side.
+`keep` is the number of parameters of all targets after compression ÷ before, in (0, 1]. Biases do not count.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ Ranks = Mapping[str, Rank]
 
 
 class NoRank(ValueError):
-    """`keep` is too small for rank 1 of every target."""
+    """Error: `keep` is too small for rank 1 of every target."""
 
 
 def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
-    """Return copies of `targets` with the storage that a recipe chose, so that `cost` counts their parameters for it.
+    """Return copies of `targets` with the recipe's `storage`, so that `cost` counts the parameters for this storage.
 
-    Targets of two layers are returned unchanged: a product always loses rows, and an embedding tied to its head always
-    gets factors.
+    Targets of two layers are returned unchanged, because their storage is always the same: an attention product loses
+    outputs of each head, and an embedding tied to its head gets factors.
     """
     return tuple(
         target if len(target.layers) > 1 else target.model_copy(update={"storage": storage}) for target in targets
@@ -47,7 +46,7 @@ def largest_rank(target: Target) -> int:
 
 
 def rank_or_dense(target: Target, rank: int) -> Rank:
-    """Return `rank`, or None if the dense weight would be no larger."""
+    """Return `rank`, or None (dense) if at this rank the target would not be smaller than its dense weight."""
     return rank if rank <= largest_rank(target) else None
 
 
@@ -74,14 +73,14 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
     The smallest choice is rank 1, or the dense weight if no rank makes the target smaller.
 
     Raises:
-        NoRank: `keep` does not pay for these.
+        NoRank: `keep` does not pay for these choices.
     """
     budget = allowance(targets, keep)
     if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):
         candidates = [target for target in targets if largest_rank(target)] or targets
         largest = max(candidates, key=lambda target: target.step)
         raise NoRank(
-            f"keep={keep:g} is too small for rank 1 of all {len(candidates)} targets; {largest.name} needs "
-            f"{cost(largest, 1)} parameters per rank: raise keep or exclude targets"
+            f"keep={keep:g} does not pay for rank 1 of all {len(candidates)} targets; the largest, {largest.name}, has "
+            f"{cost(largest, 1)} parameters at rank 1: raise keep or exclude targets"
         )
     return budget

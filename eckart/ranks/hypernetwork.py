@@ -46,11 +46,11 @@ from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
-_NOISE = "generator"  # key of the noise generator in the state of the rule
+_NOISE = "generator"  # key of the noise generator's state in the state of the rule
 
 
 class Hypernetwork(Optimization, Method):
-    """Settings of a rank search that learns one mask for each target with the weights frozen."""
+    """Settings of a rank search that learns one mask for each target, while the weights stay frozen."""
 
     alone = True
     asks_frozen: ClassVar = True
@@ -144,7 +144,7 @@ class _Gates(nn.Module):
 
 
 class HypernetworkSearch(Rule):
-    """Training rule that learns masks over the components of the targets; `finish` puts the dense targets back."""
+    """Training rule that learns masks over the components of the targets; `finish` puts the dense modules back."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class HypernetworkSearch(Rule):
         return counted + (slope - slope.detach())
 
     def _gap(self, target: Target, mask: Tensor) -> Tensor:
-        """Return R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7), the distance of a mask from keeping the leading components.
+        """Return R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7): how far a mask m is from keeping the leading components.
 
         The mask m′ has as many ones as m, at the leading components. s are the singular values, raw or scaled to norm
         1.
@@ -266,7 +266,7 @@ class HypernetworkSearch(Rule):
         self.generator.set_state(state[_NOISE].cpu())
 
     def finish(self) -> None:
-        """Put the unchanged dense targets back, and unfreeze the parameters that were trainable before the search."""
+        """Put the unchanged dense modules back, and unfreeze the parameters that were trainable before the search."""
         device = self.layers[0].left.device
         for name, module in self.dense.items():
             replace(self.model, name, module.to(device).train(self.model.training))
@@ -285,7 +285,7 @@ class HypernetworkSearch(Rule):
         return ranks
 
     def selected_weights(self) -> dict[str, Tensor]:
-        """Return the sum of the components that each target keeps, `(out, in)`, by name, but for dense targets.
+        """Return the weights made of the components that are kept: target name → `(out, in)`, without dense targets.
 
         The decomposition of such a weight under the same weighting has exactly these components, in the same order.
         """

@@ -3,9 +3,9 @@
 With this, weightings can be compared at the same ranks. DRONE's tables do so (Chen et al., NeurIPS 2021, section 4.2):
 they show plain SVD at the ranks that algorithm 2 chose with the weighting by inputs.
 
-The recipe contains the settings of that search, and the search runs again; it does not refer to another recipe by name.
-Every DVC stage must read the same files for all recipes, and a name would make a stage depend on the stages of another
-recipe.
+The recipe contains the settings of that search, and runs the search again. It cannot just name another recipe whose
+ranks to take: the DVC stages of all recipes must read the same kinds of files, and with such a name, a stage of one
+recipe would depend on the stages of another.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class ChosenRanks:
     """Ranks that a search chose, and the loss predicted for them.
 
     Attributes:
-        targets: the targets, with the recipe's storage, so that their parameters are counted for it.
+        targets: the targets, each with the recipe's storage, which decides how many parameters a rank costs.
         ranks: target name → rank; None if the target stays dense.
         predicted_loss: target name → half the squared weighted error after truncation to its rank, ½ Σ_{k>r} S_k². None
             if the search itself reduced the weights to their ranks, or if all ranks are 0.
@@ -52,7 +52,7 @@ class ChosenRanks:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Numbers of parameters of all targets before and after, without biases and the residual."""
+        """Numbers of parameters of all targets before and after compression, without biases and the residual."""
         return sum(target.parameters for target in self.targets), total(self.targets, self.ranks)
 
 
@@ -98,7 +98,7 @@ def search_ranks(
 
 
 def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> SearchResult:
-    """Choose ranks for the factors within their part of the budget; `residual` gets the other part."""
+    """Choose ranks for the factors within their part of the budget; the sparse rows of `residual` get the rest."""
     if not residual.low_rank:
         return SearchResult({target.name: 0 for target in problem.targets})
     try:

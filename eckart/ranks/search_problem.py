@@ -34,10 +34,10 @@ def losses_of_components(spectrum: Tensor) -> Tensor:
 
 
 class Train(Protocol):
-    """Function that trains the model on the task with the common training loop, and leaves the model on the CPU.
+    """Function that trains the search's model on the task, with the common training loop, and leaves it on the CPU.
 
-    Its arguments are the settings of the optimizer, the rule of the method, and the largest number of training examples
-    to use, drawn at random (None: all).
+    Its arguments are the settings of the optimizer, the training rule of the method, and the largest number of training
+    examples to use, drawn at random (None: all).
     """
 
     def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
@@ -51,8 +51,8 @@ class SearchProblem(Problem):
         weighting: weighting of the recipe.
         statistics: calibration statistics of the dense model that `weighting` reads.
         train: runs the training loop, for searches that train.
-        calibration: returns batches of at most the given number of calibration examples, and moves the model to their
-            device.
+        calibration: function of a number n that returns the first n calibration examples in batches, or all if there
+            are fewer. Afterwards the model is on the device of these batches.
     """
 
     weighting: Weighting
@@ -69,7 +69,11 @@ class SearchProblem(Problem):
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """Return the weighted decomposition of every target; raises like `spectra`."""
+        """Return the weighted decomposition of every target's current weight: target name → decomposition.
+
+        Raises:
+            ValueError: a weight or its statistics cannot be decomposed; the message names the target.
+        """
         return {
             target.name: decompose_target(self.model, target, self.weighting, self.statistics)
             for target in self.targets
@@ -101,7 +105,7 @@ class SearchResult:
 
 
 class ByFormula(Method):
-    """Base class of rank searches that compute ranks from spectra, sizes and `keep` alone."""
+    """Base class of rank searches that compute ranks only from `keep` and the targets' spectra and sizes."""
 
     pairs: ClassVar = True
 

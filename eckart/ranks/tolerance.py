@@ -45,8 +45,8 @@ from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
-_WALKS = 8  # walks over all targets, at most, to find the increase r that meets keep
-_SPAN = 1e-4  # smallest log(1 + r) that is tried, ÷ the largest that is; also the least value of the largest
+_WALKS = 8  # maximum number of walks over all targets to find the increase r that meets keep
+_SPAN = 1e-4  # smallest log(1 + r) that is tried ÷ the largest that is tried; also a lower bound of the latter
 _REPETITIONS = 10  # timed forward passes, as in section 4.1
 _LARGEST = 700.0  # largest log(1 + r); the exponential overflows beyond it
 
@@ -79,7 +79,11 @@ class Tolerance(Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.reads_shaping:
-            yield "weighting", f"tolerance gathers statistics anew, and {recipe.weighting.kind} has none; write another"
+            yield (
+                "weighting",
+                f"{recipe.weighting.kind} reads scores of the shaping, but tolerance gathers all statistics itself, "
+                "target by target; write another weighting",
+            )
 
     def search(self, problem: SearchProblem) -> SearchResult:
         ranks = tolerated_ranks(
@@ -116,7 +120,7 @@ def tolerated_ranks(
     Args:
         targets: in order of execution, as `find_targets` returns them.
         batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
-        loss: returns the sum of the losses of all examples.
+        loss: function that returns the sum of the losses of a batch's examples, by which ranks are judged.
         calibration_loss: loss for gradient statistics; by default `loss`.
 
     Raises:
@@ -226,7 +230,8 @@ class _Walks:
         self.calibration_loss = calibration_loss
         self.targets = tuple(targets)
         self.changed: dict[str, list[Tensor]] = {}
-        """Target name → what its approximation changes: its weight, or weight and bias of a product's second layer."""
+        """Target name → the parameters that its approximation changes: its weight, or for a product, weight and bias of
+        the second layer."""
         for target in targets:
             if isinstance(target, Product):
                 parameters = list(model.get_submodule(target.other.name).parameters())
@@ -247,7 +252,8 @@ class _Walks:
         self.loss = self._loss()
         if not (math.isfinite(self.loss) and self.loss > 0):
             raise ValueError(
-                f"the loss of the original model is {self.loss:g}, which has no shares: write another kind of ranks"
+                f"the loss of the original model is {self.loss:g}, but it must be positive and finite to allow a "
+                "relative increase of it: write another kind of ranks"
             )
 
     def within(self, increase: float, keep: float) -> Ranks:
@@ -316,7 +322,7 @@ class _Walks:
     def _settle(self, target: Target, bound: float, losses: dict[str, float]) -> Rank:
         """Return the smallest rank of the grid with a loss below `bound`, or None if the target stays dense.
 
-        The weight of that rank is put into the model, and its loss into `losses`.
+        The target's weight is replaced by its approximation of that rank, and the loss is stored in `losses`.
         """
         grid = self.grids[target.name]
         if not grid:
@@ -390,7 +396,7 @@ def _run(
     before: Callable[[str, Tensor], None],
     after: Callable[[str, Tensor], None] = lambda name, y: None,
 ) -> None:
-    """Run `model`; call `before` with the name and input of each target that runs, and `after` with name and output."""
+    """Run `model` on `batch`; call `before` with each target's name and input, and `after` with its name and output."""
     hooks: list[Any] = []
     for name, layer in ((target.name, layer) for target in targets for layer in target.layers):
         module = model.get_submodule(layer.name)

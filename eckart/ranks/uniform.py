@@ -34,8 +34,8 @@ class Uniform(ByFormula):
 def _same_share(targets: Sequence[Target], keep: float) -> Ranks:
     """Return ranks at which every target keeps the same share of its parameters.
 
-    Targets with few rows, for which that share pays no rank, get rank 1, or stay dense if no rank makes them smaller.
-    The other targets share the remaining budget (choice).
+    Targets with few outputs, whose share does not pay for rank 1, get rank 1, or stay dense if no rank makes them
+    smaller. The other targets share the remaining budget (choice).
     """
     budget = ranked_allowance(targets, keep)
     least: dict[str, Rank] = {}
@@ -51,9 +51,9 @@ def _same_share(targets: Sequence[Target], keep: float) -> Ranks:
 
 
 def _rank(target: Target, keep: float) -> Rank:
-    """Return the largest rank that `keep` pays for, ⌊keep · out · in / (out + in)⌋ as factors.
+    """Return the largest rank of `target` that `keep` pays for; as factors, this is ⌊keep · out · in / (out + in)⌋.
 
-    0 if `keep` pays for no rank; None if it pays for the dense weight.
+    It is 0 if `keep` does not pay for rank 1, and None (dense) if it pays for the dense weight.
     """
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
@@ -62,7 +62,7 @@ def _rank(target: Target, keep: float) -> Rank:
 
 
 def _same_rank(targets: Sequence[Target], keep: float) -> Ranks:
-    """Return the largest common rank that meets `keep`, for every target.
+    """Return the same rank for every target: the largest one that meets `keep`.
 
     Targets that this rank does not make smaller stay dense (choice).
     """

@@ -97,7 +97,7 @@ class _State:
 
     @classmethod
     def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
-        """Return the state of `target` at its smallest choice.
+        """Return the state of `target` at its smallest choice, with which the search begins.
 
         Args:
             savings: predicted loss that each component saves, `(components,)`.
@@ -129,9 +129,9 @@ class _State:
 
 
 def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
-    """Return for each point the position of the later point with the steepest descent; of equally steep ones, the last.
+    """Return, for each choice, the later choice that saves the most loss per parameter; of several, the last one.
 
-    The last point has no such point; its entry lies outside.
+    Choices are given by their positions. The last choice has no later one; its entry is the position after the end.
     """
     hull, vertices = [len(costs) - 1], [len(costs)] * len(costs)
     for here in reversed(range(len(costs) - 1)):

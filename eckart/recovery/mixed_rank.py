@@ -30,8 +30,8 @@ from eckart.training.rules import Rule
 class MixedRank(Optimization, Method):
     """Settings of mixed-rank fine-tuning.
 
-    A target runs with its dense weight at a probability p that falls linearly to 0. While p is above 0, each step has
-    two passes, which are trained to agree.
+    A target runs with its dense weight at a probability p that falls linearly to 0. While p is above 0, each step runs
+    the model twice, with different draws, and trains the two passes to agree.
     """
 
     alone = True
@@ -55,7 +55,10 @@ class MixedRank(Optimization, Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield "recovery", f"mixed_rank needs dense weights, and {recipe.ranks.kind} leaves low rank; write finetune"
+            yield (
+                "recovery",
+                f"mixed_rank needs full-rank weights, but {recipe.ranks.kind} leaves low-rank weights; write finetune",
+            )
         if recipe.residual is not None:
             yield "recovery", "mixed_rank and a residual both use the dense weight beside factors; write finetune"
 
@@ -72,8 +75,8 @@ class MixedRank(Optimization, Method):
 class MixedLinear(nn.Module):
     """Layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3), with z 0 or 1; in eval mode z is 0.
 
-    W is not a parameter and not part of the state dict. The paper does not say whether T_sparse trains on. Here it is
-    frozen (choice), as a fixed point that the factors are drawn to.
+    W is not a parameter and not part of the state dict. The paper does not say whether W (T_sparse) goes on training.
+    Here it is frozen (choice), so that the factors are drawn to a fixed point.
 
     Only the product that z selects is computed. The other product has no gradient, so AdamW skips its weights. If both
     were computed and multiplied by z and 1 − z, AdamW's momentum and weight decay would go on changing these weights.
@@ -141,9 +144,10 @@ class MixedRankRule(Rule):
         self._draw()
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context with the z of the current pass.
+        """Return a context that restores the z of the current forward pass.
 
-        Backward may recompute a pass (gradient checkpointing). By then the other pass has drawn its own z.
+        The backward pass may recompute a forward pass (gradient checkpointing). By then the second pass has drawn its
+        own z.
         """
         drawn = [layer.dense for layer in self.layers.values()]
 
@@ -199,7 +203,7 @@ class MixedRankRule(Rule):
             layer.dense = z
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the disagreement D of two logits `(predictions, classes)`, averaged over the predictions.
+        """Return the disagreement D of the logits `(predictions, classes)` of two passes, a mean over the predictions.
 
         The paper's KL has no direction. Here D is the mean of both directions (choice), because neither pass is the
         better one: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).

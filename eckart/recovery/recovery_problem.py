@@ -16,8 +16,8 @@ class RecoveryProblem(Problem):
 
     Attributes:
         teacher: loads the original model of the study onto the device of `model`.
-        source: loads the dense model that was factorized: the one that the recipe begins with, or the result of shaping
-            it or of a search that trained it.
+        source: loads the dense model that was factorized: the model that the recipe begins with, or if shaping or the
+            rank search changed its weights, the result of that.
     """
 
     teacher: Callable[[], PreTrainedModel]

@@ -4,7 +4,7 @@ Source: LoSparse (Li et al., ICML 2023), sections 2.2, 2.3, 3 and algorithm 1. T
 in its forward pass Y = X W; here they are the rows of a weight `(out, in)`.
 
 (choice) The paper keeps a share of the neurons of all targets. Rows of different targets have different lengths, so
-here the share is one of parameters, and it ends at the part of the budget that the factors leave. A target counts with
+here the share is a share of parameters. It falls to the part of the budget that the factors leave. A target counts with
 its final size: if its factors and rows together are as large as the dense weight, the target stays dense and keeps all
 rows.
 """
@@ -28,7 +28,7 @@ from eckart.training.problem import Problem
 from eckart.training.rules import Rule
 from eckart.training.schedules import cubic, exceeding, steps_in
 
-_MEAN = ".mean"  # follows the name of a target in the state of the rule
+_MEAN = ".mean"  # in the rule's state, the mean scores of a target's rows are stored under its name with this suffix
 
 
 class SparseRows(Method):
@@ -61,7 +61,7 @@ class SparseRows(Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
-            yield "residual", f"{recipe.ranks.kind} leaves low rank, so no rest for sparse rows; write null"
+            yield "residual", f"{recipe.ranks.kind} leaves low-rank weights, so sparse rows would be zero; write null"
         if self.low_rank == 0 and not recipe.ranks.by_size:
             yield "ranks", "all ranks are 0 because residual.low_rank is 0; write uniform"
         if recipe.storage == "pivoted":
@@ -121,7 +121,7 @@ class _Rows:
         return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
-        """Return the number of parameters that each row adds to the rows with higher scores, `(out,)`."""
+        """Return the number of parameters that each row adds if all rows with higher scores are kept, `(out,)`."""
         places = _order(self.scores).argsort()
         return self.price(places + 1) - self.price(places)
 
@@ -173,7 +173,7 @@ class RowPruning(Rule):
         self.room = min(budget - taken, self.at_first) if settings.low_rank < 1 else 0
 
     def after_backward(self, step: int) -> None:
-        """Score the rows by eq. 2 to 4; with a window, only store the gradients, as `after_update` computes the scores.
+        """Score the rows by eq. 2 to 4; with a window, only store the gradients, for the scores in `after_update`.
 
         The mean over a row and the smoothing are linear, so the mean is taken first and then smoothed. Smoothing starts
         from 0 (choice; the paper does not say), so all scores are too small by the same factor 1 − β^t.

@@ -56,7 +56,7 @@ class Pruning(Optimization, Method):
         yield from exceeding("shaping", self.start, self.end)
 
     def shape(self, problem: SearchProblem) -> Statistics:
-        """Prune the model in place, and return the scores of the rows of its weights."""
+        """Prune the targets of the model in place, and return the scores of the rows of their weights."""
         rule = WeightPruning(problem.model, problem.targets, self, self.share_at(problem.keep))
         problem.train(self, rule)
         return rule.statistics()
@@ -67,11 +67,11 @@ class Pruning(Optimization, Method):
 
 
 class WeightPruning(Rule):
-    """Training rule that scores the weights of every target and, after each update, zeroes all but each matrix's best.
+    """Training rule that scores the weights of every target and zeroes those with the lowest scores after each update.
 
-    There is no mask. The optimizer goes on updating a zeroed weight, and the weight stays if its score is among the
-    best again. This can happen with signed scores and with magnitudes. A sensitivity never falls, and it does not
-    change while the weight is zero.
+    There is no mask. The optimizer goes on updating a zeroed weight, and the weight is not zeroed again if its score is
+    among the best by then. This can happen with signed scores and with magnitudes. A sensitivity never falls, and it
+    does not change while the weight is zero.
 
     Args:
         share: share of each target's weights that is left at the end.
@@ -107,7 +107,7 @@ class WeightPruning(Rule):
             self.scores[name] = self._score(name) + (change if signed else change.abs())
 
     def after_update(self, step: int) -> None:
-        """Zero all but the share v_t of each matrix with the best scores; v_t follows the cubic schedule (section 2.2).
+        """Zero all weights of each matrix but the share v_t with the best scores; v_t falls cubically (section 2.2).
 
         t is the number of updates that are done (choice). With the index of the step, pruning without a cool-down would
         end one step before v_f.
@@ -154,7 +154,7 @@ class WeightPruning(Rule):
         self.scores = dict(state)
 
     def _score(self, name: str) -> Tensor:
-        """Return the scores S `(out, in)`, on the device of the weight, which the training loop may have moved."""
+        """Return a target's scores S `(out, in)` on its weight's device, which the training loop may have changed."""
         weight = weight_of(self.modules[name])
         if self.pruning.score == "zero_order":
             return weight.abs()

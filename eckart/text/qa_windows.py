@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 LONGEST = 30
 """Maximum number of tokens of an answer, as in BERT's script for SQuAD."""
 NOT_CONTEXT = -1
-"""Offset of tokens that do not belong to the context."""
+"""Value in `Window.offsets` for tokens that do not belong to the context."""
 
-_CHUNK = 1000  # number of questions that are tokenized at once; the tokenizer's lists of more would take much memory
+_CHUNK = 1000  # number of questions that are tokenized at once; the tokenizer's output for all would take much memory
 
 
 class NoRoom(ValueError):
@@ -36,7 +36,8 @@ class Window:
     inputs: Mapping[str, np.ndarray]
     """The model's inputs, `(tokens,)` each."""
     offsets: np.ndarray
-    """First character of each token in the context, and the end `(tokens, 2)`; NOT_CONTEXT for all other tokens."""
+    """Where each token begins and ends in the context, in characters, `(tokens, 2)`; the end is exclusive. NOT_CONTEXT
+    for tokens outside the context."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def windows(
     """Yield all windows of all questions, in order.
 
     Args:
-        questions, contexts: a question and its context at each place.
+        questions, contexts: the questions, and the context of each question in the same order.
         tokenizer: a fast tokenizer, because only these return offsets of tokens.
         max_length: maximum number of tokens of a window.
         stride: number of context tokens that neighbouring windows share.
@@ -108,7 +109,8 @@ def best_answers(
 
     Args:
         windows: the windows of all questions.
-        starts, ends: logits for start and end in each window, `(tokens or more,)`; more are for padding.
+        starts, ends: for each window, the logits that the answer starts or ends at a token, `(tokens or more,)`; those
+            after the last token belong to padding and are ignored.
         contexts: the context of each question.
     """
     best = [Answer()] * len(contexts)
@@ -128,11 +130,11 @@ def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[
     All spans of up to LONGEST tokens are compared; BERT's script only compares the 20 best starts and ends.
 
     Args:
-        start, end: logits `(tokens or more,)`; more are for padding.
+        start, end: logits `(tokens or more,)`; those after the last token belong to padding and are ignored.
         offsets: `(tokens, 2)`, as in `Window`.
 
     Returns:
-        The sum of logits, and the span's first character and its end in the context.
+        The sum of logits, and where the span begins and ends in the context, in characters.
     """
     context = offsets[:, 0] != NOT_CONTEXT
     start, end = (np.where(context, logits[: len(context)], -np.inf) for logits in (start, end))

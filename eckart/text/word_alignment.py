@@ -11,9 +11,9 @@ def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) ->
     """Return the position of each word's first token `(words,)`; -1 for words that were cut off or have no token.
 
     Args:
-        words: the words; the tokenized text was these words, joined by single spaces.
-        offsets: first character of each token and its end `(tokens, 2)`.
-        real: whether a token belongs to the text, `(tokens,)`; special tokens and padding do not.
+        words: the words of the tokenized text, in which they were joined by single spaces.
+        offsets: where each token begins and ends in that text, in characters, `(tokens, 2)`.
+        real: whether each token belongs to the text, `(tokens,)`; special tokens and padding do not.
     """
     lengths = np.array([len(word) for word in words], dtype=int)
     word_ends = np.cumsum(lengths + 1) - 1

@@ -1,4 +1,4 @@
-"""The settings of an optimizer, which every training has."""
+"""Optimizer settings that all trainings have."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Optimization(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW")
 
     def options(self) -> dict[str, Any]:
-        """Return the settings of this class, without those that subclasses add, as keyword arguments."""
+        """Return the optimizer settings, without what subclasses add, as keyword arguments of the training loop."""
         return {"schedule": self.schedule, **{name: getattr(self, name) for name in Optimization.model_fields}}

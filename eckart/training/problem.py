@@ -1,7 +1,7 @@
 """The input of a method: a model, its targets, the share of their parameters to keep, and the losses of the task.
 
-Subclasses add what is known before the factorization (eckart/ranks/search_problem.py) and after it
-(eckart/recovery/recovery_problem.py).
+Two subclasses add what only methods before the factorization get (eckart/ranks/search_problem.py), or only those after
+it (eckart/recovery/recovery_problem.py).
 """
 
 from __future__ import annotations

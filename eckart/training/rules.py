@@ -33,26 +33,26 @@ class Rule:
     """Whether training may stop before its last step."""
 
     def before_forward(self, step: int) -> None:
-        """Prepare the model for this step."""
+        """Hook before the forward pass, to prepare the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is as it is now.
+        """Return a context that puts the model back into the state that it has now, during the forward pass.
 
-        It is used when backward recomputes a part of the forward pass (gradient checkpointing).
+        The backward pass enters it to recompute a part of that forward pass (gradient checkpointing).
         """
         return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """Return a term to add to the task loss `outputs.loss`, or None."""
+        """Return a term that the loop adds to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
-        """Use the gradients, which are not clipped yet."""
+        """Hook after the backward pass, to use the gradients, which are not clipped yet."""
 
     def after_update(self, step: int) -> None:
-        """Use or change the weights after the update by the optimizer."""
+        """Hook after the optimizer's update, to use or change the weights."""
 
     def finish(self) -> None:
-        """Turn the model into one that can be saved. Called after the last step."""
+        """Hook after the last step, to turn the model into one that can be saved."""
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
         """Return parameters outside the model that are trained with it, as groups of a torch optimizer.
@@ -63,7 +63,7 @@ class Rule:
         return ()
 
     def measures(self) -> dict[str, float]:
-        """Return numbers of the last step for the training curve, under names that no other rule uses."""
+        """Return measures of the last step, for the training curve: name → value. No other rule may use these names."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
@@ -71,9 +71,9 @@ class Rule:
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the rule from a result of `state`."""
+        """Restore the rule from the tensors that `state` returned."""
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the state of a module that belongs to a rule, for `Rule.state`."""
+    """Return a copy of the state dict of a module that a rule trains, as a part of the rule's own `state`."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -1,8 +1,8 @@
 """Run the stages of a study on Dask's workers, each of which has its own workspace.
 
 A stage is sent to a worker as an `Order` with the digests of its inputs, and its result comes back as the stage's entry
-in dvc.lock. The bytes go through the DVC remote. The engine in this workspace decides which stages run, records the
-results and holds DVC's locks, like for a stage that runs here.
+in dvc.lock. The files themselves go through the DVC remote. The engine in this workspace decides which stages run,
+records the results and holds DVC's locks, just as it does for a stage that runs here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Workers:
         self._client, self._timeout = client, timeout
         self._warned = threading.Event()
         self._published: set[str] = set()
-        """Names of the stages with outputs that the remote has."""
+        """Names of the stages whose outputs are in the DVC remote."""
         self._publishing = threading.Lock()
         self._heard: dict[str, SimpleQueue[tuple[str, dict[str, str]] | None]] = {}
         """Dask's key of a running stage → messages from its worker; None is the last."""
@@ -93,7 +93,8 @@ class Workers:
     def _run(self, order: Order, log: Callable[[str], None]) -> tuple[Outcome, Entry]:
         """Run an ordered stage on a worker, and return its result.
 
-        Meanwhile, the printed lines go to `log`, and the training curves so far are written into this workspace.
+        While the stage runs, its printed lines are passed to `log`, and its training curves are written into this
+        workspace.
         """
         key = f"{order.stage}-{uuid4()}"  # unique among all flows that use the scheduler
         heard = self._heard[key] = SimpleQueue()

@@ -36,7 +36,7 @@ def comparison(study: str, mirror: Mirror) -> None:
 
 
 def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
-    """Show what changed since the last complete run; if this run is complete, keep it for the next comparison.
+    """Show what changed since the last complete run; if this run is complete, store it as the last complete run.
 
     Args:
         run: name of this run.
@@ -68,7 +68,7 @@ def failure(study: str, causes: Mapping[str, str], lines: Mapping[str, Iterable[
 
 
 def gates(model: str, decision: str, checked: Sequence[Gate]) -> None:
-    """Show the gates of a promotion of `model`, and the decision in words."""
+    """Show the decision about a promotion of the registered model `model`, and a table of its gates."""
     _markdown(f"{decision}\n\n{gate_table(checked)}", f"promotion-{_slug(model)}")
 
 

@@ -30,7 +30,7 @@ class _Elapsed(rich.progress.ProgressColumn):
 
 
 def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> rich.progress.Progress:
-    """Return a live display, not started yet, for a row of the study and one row for each running stage."""
+    """Return a live display that is not started yet. Its rows will be the study and each running stage."""
     text = Column(no_wrap=True)
     return rich.progress.Progress(
         rich.progress.TextColumn("{task.description}", markup=False, table_column=text),
@@ -77,7 +77,7 @@ class Progress:
         """Stage → the last lines that it printed."""
         self._last_lines: dict[str, str] = {}
         self._tracebacks: dict[str, list[str]] = defaultdict(list)
-        self._quarters: dict[str, int] = {}  # quarter of a training's steps that was logged last
+        self._quarters: dict[str, int] = {}  # stage → quarter of its training's steps in its last line; -1: no steps
         self._done: set[str] = set()
         self._failed: set[str] = set()
         self._guard = threading.RLock()
@@ -134,7 +134,7 @@ class Progress:
             self.note(f"{outcome.stage} took {duration(outcome.seconds or 0)}{place}{f': {line}' if line else ''}")
 
     def failed(self, name: str, cause: str) -> None:
-        """Count a stage as failed, and the stages that depend on it, which will not run; print the cause."""
+        """Count a stage as failed, together with all stages that depend on it and will not run; print the cause."""
         with self._guard:
             self._failed.add(name)
             for stage in self._stages:
@@ -153,8 +153,8 @@ class Progress:
     def time_left(self) -> tuple[float, bool]:
         """Estimate the seconds until all stages are done.
 
-        Stages that need the whole machine count in full. The time of all others is divided by the number of workers,
-        but it is at least that of the longest stage.
+        The times of stages that need the whole machine are added up. The sum of the times of all others is divided by
+        the number of workers, but it counts at least as much as the longest of these stages.
 
         Returns:
             The seconds, and whether every stage could be estimated. If not, the seconds are a lower bound.
@@ -184,13 +184,16 @@ class Progress:
 
 
 def steps_of(line: str) -> tuple[int, int] | None:
-    """Return the finished steps and all steps that a line reports: 114 and 375 for `step 114/375  loss 0.42`."""
+    """Return the number of finished steps and of all steps in a line, 114 and 375 for `step 114/375  loss 0.42`."""
     match = _STEPS.search(line)
     return (int(match[1]), int(match[2])) if match and int(match[1]) <= int(match[2]) else None
 
 
 def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
-    """Estimate the seconds that a stage takes: its own time in an earlier run, else the mean over other candidates."""
+    """Estimate the seconds that a stage takes: its own time in an earlier run, else the mean time of other candidates.
+
+    The result is None if no candidate was timed.
+    """
     if name in before:
         return before[name]
     stage = name.partition("@")[0]

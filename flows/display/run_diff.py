@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LAST = Path(".eckart/last_run.json")
 """File with the last complete run. No stage reads or writes it."""
-_CODE = "code."  # beginning of the names in resolved.yaml that have digests of code: code.STAGE
+_CODE = "code."  # in resolved.yaml, the value of code.STAGE is a digest of the stage's code
 _RESOLVED = (str(PARAMS), str(CODE), *PACKAGES)  # not listed as data: their contents are listed as parameters and code
 _DIGITS = 10
 _METRICS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "bytes", "speedup")
@@ -108,7 +108,7 @@ def _overlap(first: str, second: str) -> bool:
 
 
 def comparison() -> dict[str, dict[str, str]]:
-    """Return name of the control or a candidate → its row of the comparison."""
+    """Read the comparison; return name of a candidate or of the control → its row, a mapping of column → cell."""
     with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = [

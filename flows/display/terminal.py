@@ -89,7 +89,7 @@ def show_progress(stages: Sequence[Planned], workers: int, before: Mapping[str, 
 
 @contextmanager
 def _quiet_console() -> Iterator[None]:
-    """While the block runs, keep off the console all `QUIET` records, and second copies of lines."""
+    """While the block runs, do not print `QUIET` log records and second copies of log lines on the console."""
     handlers = logging.getLogger().handlers
     own = {name: logging.getLogger(name).handlers for name in _DOUBLED}
     for handler in handlers:

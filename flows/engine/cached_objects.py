@@ -25,10 +25,10 @@ _FOLDER = ".dir"  # end of a folder's digest; the object of a folder is a list o
 
 
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
-    """Return the corrupt objects of an output. An object is corrupt if its bytes do not have the digest in its name.
+    """Return the paths of an output's corrupt objects: their bytes do not have the digest that is their name.
 
-    All bytes are read. Missing objects are not reported. If a folder's list of files is corrupt, only the list is
-    returned, since its content cannot be trusted.
+    All bytes are read. Missing objects are not reported. If a folder's list of files is corrupt, only the path of the
+    list is returned, since its content cannot be trusted.
     """
     path = object_path(cache_dir, digest)
     if path.is_file() and not _whole(path, digest):
@@ -52,7 +52,7 @@ def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:
-    """Return the digests of the objects of an output that the cache lacks.
+    """Return the digests of those objects of an output that are not in the cache.
 
     If the list of a folder's files is missing or corrupt, only the digest of the folder is returned.
     """
@@ -93,9 +93,10 @@ def remove(path: Path) -> None:
 
 
 def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
-    """Return path → digest of an output's files in the cache; a file itself has the path "".
+    """Return path → digest of the files of an output, according to the cache.
 
-    The result is None if a folder's list of files is missing or corrupt.
+    Paths are relative to the output; if the output is a file, its path is "". The result is None if a folder's list of
+    files is missing or corrupt.
     """
     if not digest.endswith(_FOLDER):
         return {"": digest}
@@ -104,7 +105,7 @@ def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
 
 
 def measured(path: Path) -> dict[str, str]:
-    """Hash the file or folder `path`, and return path within `path` → digest. A file itself has the path ""."""
+    """Hash all files of `path`, and return path relative to `path` → digest. If `path` is a file, its path is ""."""
     if path.is_file():
         return {"": file_md5(str(path))}
     return {file.relative_to(path).as_posix(): file_md5(str(file)) for file in path.rglob("*") if file.is_file()}

@@ -61,6 +61,6 @@ class _WholeEntries(StageCache):
         except (DvcException, OSError):
             pass
         log.warning("%s of DVC's run cache is damaged: it is removed", value)
-        with suppress(OSError):  # as above
+        with suppress(OSError):  # the entry may belong to another user
             cached_objects.remove(Path(self._get_cache_path(key, value)))
         return None

@@ -1,7 +1,7 @@
-"""Exchange stages, their results and DVC's settings between workspaces; bytes go through the DVC remote.
+"""Exchange stages, their results and DVC's settings between workspaces.
 
 A stage is sent to another workspace as an `Order`, and its result comes back as the stage's entry in dvc.lock. Both
-hold digests only.
+hold digests only; the files themselves go through the DVC remote.
 """
 
 from __future__ import annotations
@@ -106,18 +106,18 @@ def accept(order: Order) -> Planned:
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:
-    """Push the outputs of stages to the remote, and return name → entry in dvc.lock."""
+    """Push the outputs of these stages to the remote, and return stage → its entry in dvc.lock."""
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
             for objects in stages[name].get_used_objs(push=True).values():
                 if repo.cloud.push(objects).failed:
-                    raise TransportFailed("the DVC remote refused it")
+                    raise TransportFailed("the DVC remote did not accept all files")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 
 
 def fetch(order: Order, entry: Entry) -> None:
-    """Pull the outputs that another workspace made for the order. `stages.run` of the caller records them.
+    """Pull the outputs that another workspace made for the order. Afterwards `stages.run` records them here.
 
     Raises:
         StageChanged: the stage or an input changed here since it was ordered.
@@ -146,7 +146,7 @@ def check_remote() -> None:
 def push() -> set[str]:
     """Copy all results to the remote: the objects that dvc.lock, .dvc files and the run cache name, and the run cache.
 
-    `dvc push --run-cache` does not copy objects that only the run cache names: results of earlier parameters.
+    `dvc push --run-cache` does not copy objects that only the run cache names, such as results of earlier parameters.
 
     Returns:
         Digests of objects that the run cache names, but that the remote lacks after the push.
@@ -167,12 +167,12 @@ def push() -> set[str]:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Result of `pull`: the stages and .dvc files that it could not bring up to date."""
+    """Result of `pull`: the names of the stages and .dvc files that it could not bring up to date."""
 
     lacking: list[str]
-    """Their outputs are neither in the cache nor in the remote."""
+    """Those whose outputs are neither in the cache nor in the remote."""
     stale: list[str]
-    """Their parameters, code, inputs or outputs differ from the record in dvc.lock or in the .dvc file."""
+    """Those whose parameters, code, inputs or outputs differ from the record in dvc.lock or in the .dvc file."""
 
 
 def pull() -> Pulled:
@@ -266,10 +266,10 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
             return not stage.changed()
         if all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=True):
             return True
-        if not all(out.hash_info for out in stage.outs):  # dvc.lock does not know it
+        if not all(out.hash_info for out in stage.outs):  # dvc.lock does not record the outputs
             return False
         for out in stage.outs:
-            with suppress(ConfirmRemoveError):  # somebody edited it
+            with suppress(ConfirmRemoveError):  # somebody edited the output, so it stays
                 _pull(repo, out, force=False)
     except ConfirmRemoveError:
         return True
@@ -279,7 +279,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull(repo: Repo, out: Output, force: bool = True) -> None:
-    """Fetch an output and put it into the workspace; `force`: also in place of files that are in no cache."""
+    """Fetch an output and put it into the workspace; `force`: replace even files of which the cache has no copy."""
     if not _fetch(repo, [str(out.hash_info.value)]):
         raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
     out.checkout(force=force)
@@ -298,7 +298,7 @@ def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
 
 
 def _differences(stage: PipelineStage, order: Order) -> list[str]:
-    """Return the inputs that differ from the order; ["dvc.yaml"] if only the definition of the stage differs."""
+    """Return the paths of the inputs that differ from the order; ["dvc.yaml"] if only the definition differs."""
     reads = noted_digests(stage)
     paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
     return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
@@ -310,7 +310,11 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """Yield DVC's repository, and turn errors of the remote into TransportFailed, which begins with `what` failed."""
+    """Yield DVC's repository, and turn errors into TransportFailed.
+
+    Args:
+        what: the action, such as "pulling"; the message of the error begins with it.
+    """
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo
@@ -319,7 +323,7 @@ def _transport(what: str) -> Iterator[Repo]:
         except TransportFailed as error:
             raise TransportFailed(f"{what}: {error}") from error
         except LockError as error:
-            raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
+            raise TransportFailed(f"{what}: a flow runs in this workspace; wait until it ends: {error}") from error
         except Exception as error:  # each kind of remote fails in its own way
             cause = f"the DVC remote cannot be used: {redact(str(error) or repr(error))}; `dvc remote list` names it"
             raise TransportFailed(f"{what}: {cause}") from error

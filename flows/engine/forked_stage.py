@@ -18,14 +18,15 @@ from flows.engine import supervisor
 def become(command: str, words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
     """Fork a child that runs a stage's module in `root`, and turn this process into the child's supervisor.
 
-    Both end when the flow ends. The supervisor becomes a program of its own: it is small, and other processes can read
-    its environment, while for a fork the system shows the server's environment.
+    Both end when the flow ends. To become the supervisor, this process executes supervisor.py as a new program, which
+    is small. Other processes can read the environment of a new program, while for a fork the system shows the warm
+    server's environment.
 
     Args:
-        command: the stage's command, only to be shown in lists of processes.
+        command: the stage's command, which is only shown in lists of processes.
         words: the module and its arguments.
         env: variables to add to the environment.
-        writer: end of a pipe that takes all that the stage prints.
+        writer: end of a pipe, into which all that the stage prints is written.
     """
     os.setsid()
     for stream in (1, 2):

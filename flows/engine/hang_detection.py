@@ -14,7 +14,8 @@ _PATIENCE = 600.0  # seconds
 def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
     """Yield a function that must be called whenever the stage prints.
 
-    Another thread calls `tell` with the seconds of silence, first at `patience`, then each time they double.
+    Another thread calls `tell` with the seconds since the stage last printed: when they reach `patience`, and each time
+    that they have doubled.
     """
     heard: SimpleQueue[bool] = SimpleQueue()
 

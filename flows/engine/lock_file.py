@@ -1,4 +1,4 @@
-"""Write entries of dvc.lock so that the file is whole at every moment; rename one that was cut off."""
+"""Write entries of dvc.lock so that the file is complete at every moment; set aside a dvc.lock that was cut off."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(stage: PipelineStage) -> None:
 
 
 def digests(entry: Mapping[str, Any], part: Literal["deps", "outs"]) -> dict[str, str]:
-    """Return path → digest of what a stage read or wrote, as its entry records it."""
+    """Return path → digest of a stage's dependencies or outputs, whichever `part` names, from its dvc.lock entry."""
     return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
 
 

@@ -33,7 +33,7 @@ from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
-_books = threading.RLock()  # our threads queue here: for its own lock, DVC looks only twice a second
+_books = threading.RLock()  # our threads queue here, since DVC tries to get its own lock only twice a second
 _POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 
@@ -86,7 +86,11 @@ def workspace(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Wait for and hold the lock on the machine, which all flows of this user share; `alone`: no other stage may."""
+    """Wait for the lock on the machine, and hold it while the block runs. All flows of this user use this lock.
+
+    Args:
+        alone: whether to keep all other stages from running meanwhile.
+    """
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
@@ -95,7 +99,10 @@ def machine(alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
-    """Wait for and hold DVC's locks on the paths that a stage reads and writes. `dvc repro` respects them, too."""
+    """Wait for DVC's locks on the paths that a stage reads and writes, and hold them while the block runs.
+
+    `dvc repro` respects these locks, too.
+    """
     with ExitStack() as stack:
         for path in reads:
             _wait_for(partial(_read_locks.acquire, repo, path))

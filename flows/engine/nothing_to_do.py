@@ -45,7 +45,7 @@ def outcomes() -> list[Outcome] | None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a sentence that says how many stages have which outcome."""
+    """Return a text that says how many stages were executed, restored and cached."""
     if all(outcome.status == "Cached" for outcome in outcomes):
         return "Nothing was recomputed: everything is up to date."
     counts = Counter(outcome.status for outcome in outcomes)

@@ -1,7 +1,8 @@
 """Find and kill processes of a stage that outlived its run and still write its outputs.
 
-A stage ends with its flow (supervisor.py), but it does not end if a `dvc repro` is killed. DVC and the engine name the
-stage in the environment of its command, and all processes that the command starts inherit this environment.
+A stage of a flow ends with the flow (supervisor.py), but a stage of `dvc repro` goes on if `dvc repro` is killed. DVC
+and the engine name the stage in the environment of its command, and all processes that the command starts inherit this
+environment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ class StillRuns(EckartError):
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Raise StillRuns if processes of a stage, or of any, of an earlier run in `root` do not end within seconds."""
+    """Raise StillRuns if processes of an earlier run in `root` do not end within seconds.
+
+    Args:
+        stage: look only for processes of this stage; None: for processes of any stage.
+    """
     if left := _outlast(root, stage, lambda process: None):
         raise StillRuns(
             f"an earlier run of {stage or 'a stage'} was cut off, and its processes still write in {root}: "
@@ -34,9 +39,9 @@ def refuse(root: Path, stage: str | None = None) -> None:
 
 
 def kill(root: Path, stage: str) -> None:
-    """Kill all processes of a stage.
+    """Kill all processes of a stage that runs in `root`.
 
-    A fork of the warm server is not found, since the system shows the server's environment for it.
+    Forks of the warm server are not found, since the system shows the server's environment for them.
     """
     _outlast(root, stage, psutil.Process.kill)
 

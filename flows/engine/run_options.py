@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flows.engine.stages import Planned
 
 
-_SCHEDULER = "ECKART_SCHEDULER"  # the address is no parameter of a flow
+_SCHEDULER = "ECKART_SCHEDULER"  # environment variable for the address, which must not be a parameter of the flow
 
 
 class OptionsError(EckartError):
@@ -39,9 +39,10 @@ class Options:
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages, of so many CPU threads each, that may run at the same time.
+        """Return the number of stages that may run at the same time, if each uses `threads` CPU threads.
 
-        It is `workers`, or else as many as the cores allow, or 1 if there is a GPU, which stages would share.
+        It is `workers` if given. Otherwise it is 1 if there is a GPU, which stages would share, else as many as the
+        cores allow.
         """
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
@@ -56,7 +57,7 @@ class Options:
         return cls(workers, timeout, task_runner, scheduler or None)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the options as a flow's parameters, and put the scheduler into the environment, for `of_flow`."""
+        """Return the options as a flow's parameters, and put the scheduler's address where `of_flow` looks for it."""
         if self.scheduler:
             os.environ[_SCHEDULER] = self.scheduler
         return {name: value for name, value in asdict(self).items() if name != "scheduler"}

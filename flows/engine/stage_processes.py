@@ -26,7 +26,7 @@ from flows.engine import forked_stage, orphaned_processes, supervisor
 from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 
-# Slow imports, but none of our own code: the server would keep a version of it that is edited later.
+# Slow imports, but none of our own code: if that was edited later, the server would still have the old version.
 _PRELOAD = [
     "grimp",
     "torch",
@@ -38,8 +38,8 @@ _PRELOAD = [
     "safetensors.torch",
 ]
 
-_BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of stages' commands: in a clone, in a workspace without code
-_LONGEST = 60  # bytes of a folder's path for sockets: of the 107 for a socket's path, its name takes up to 40
+_BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of a stage's command in a clone; in other workspaces
+_LONGEST = 60  # largest length of the sockets' folder path: a socket's path has at most 107 bytes, its name up to 40
 _PATIENCE = 10  # seconds to wait for the last lines of a stage that has ended
 
 _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
@@ -48,8 +48,8 @@ _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
 _context = multiprocessing.get_context("forkserver")
 _running: set[Callable[[], None]] = set()  # functions that each end a supervisor
 _stopping = threading.Event()
-_turn = threading.Lock()  # held while a stage begins and while all are killed, so that none begins in between
-_reading = threading.Lock()  # when multiprocessing starts a process it reads all exit codes: one thread at a time
+_turn = threading.Lock()  # held while a stage begins and while all stages are killed, so that none begins meanwhile
+_reading = threading.Lock()  # held while multiprocessing reads exit codes, as it also does when it starts a process
 
 
 class CommandFailed(EckartError):
@@ -67,7 +67,8 @@ def run(
         timeout: in seconds; None for no limit.
 
     Raises:
-        CommandFailed: the message is the last line that was printed, which says the cause.
+        CommandFailed: the command failed or was stopped. If its exit code is 1, the message is the last line that it
+            printed, which says the cause.
     """
     begin, start = _fork if _module(command) else _shell, time.perf_counter()
     with ExitStack() as process:
@@ -129,16 +130,17 @@ class _Lines(threading.Thread):
             self._end()
 
     def goes_on(self) -> bool:
-        """Whether a line was printed since the last call; if not, the caller need not wait for the end of the output.
+        """Whether a line was printed since the last call of this method.
 
-        A process that could not be killed may keep the output open for ever.
+        If not, the caller should no longer wait for the end of the output: a process that could not be killed may keep
+        it open for ever.
         """
         before, self._seen = self._seen, self._count
         return before < self._count
 
 
 def flow_has_ended() -> bool:
-    """Whether the flow has ended: no new stage may start."""
+    """Whether the flow has ended, so that no new stage may start."""
     return _stopping.is_set()
 
 

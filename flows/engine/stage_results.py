@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """Result of an executed computation.
+    """Result of a stage that was executed.
 
-    seconds: time that it took; None if another workspace ran it and did not know the time.
-    outs: (digest, size) of each output in the formats of DVC, in the order of the stage's outputs.
+    seconds: time that its command took; None if another workspace ran it and did not know the time.
+    outs: for each output, in the order of the stage's outputs: its digest and its metadata, such as the size, both as
+        DVC's dictionaries.
     """
 
     seconds: float | None
@@ -40,7 +41,7 @@ _SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
-    """Store the result of the computation with this digest; if that fails (full disk), do nothing."""
+    """Store the result of the computation with this digest; ignore errors such as a full disk."""
     path = _path(cache_dir, computation)
     with suppress(OSError):  # the stage itself has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
 
 
 def seconds_before() -> dict[str, float]:
-    """Load stage → seconds from the last run in this workspace; empty if there is no readable file."""
+    """Load stage → seconds that it took in the last run in this workspace; empty if there is no readable file."""
     try:
         return _SECONDS.validate_json(SECONDS.read_bytes())
     except (OSError, ValueError):

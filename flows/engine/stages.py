@@ -1,7 +1,8 @@
-"""Plan the stages of dvc.yaml and run one of them, like `dvc repro -s`, but several can run at the same time.
+"""Plan the stages of dvc.yaml, and run single stages as `dvc repro -s` does, but several at the same time.
 
-DVC decides which stages are stale. Some of DVC's internals take paths relative to the working directory, so this must
-be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with the `dvc` command line.
+DVC decides which stages are stale. Some of DVC's internals take paths relative to the working directory, so the working
+directory must be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with the `dvc`
+command line.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Outcome:
     stage: str
     status: Status
     seconds: float | None
-    """Time that the command took when the result was computed; None if this was done with another cache."""
+    """Time that the command took when the result was computed; None if it was computed with another cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with the same key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage of dvc.yaml, as the plan of a run has it."""
+    """A stage of dvc.yaml, as it was when the run was planned."""
 
     name: str
     upstream: tuple[str, ...]
@@ -87,7 +88,7 @@ class Planned:
     definition: str
     """Digest of the command, parameters and paths at the time of the plan."""
     twin: str | None
-    """Name of a stage that does the same computation for another recipe: wait for it, and use its result."""
+    """Name of a stage that does the same work for another recipe; this stage waits for it and uses its result."""
     cached: Outcome | None
     """The result if the stage and all upstream stages were up to date at the time of the plan."""
 
@@ -95,8 +96,9 @@ class Planned:
 def plan() -> list[Planned]:
     """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
 
-    Stages are sorted by their depth in the graph of dependencies, so that all searches, which may be long, come before
-    the stages that depend on any search. All are checked at once: reading dvc.lock for each would take a minute.
+    Stages are sorted by their depth in the graph of dependencies. So all rank searches, which may be long, come before
+    the stages that depend on a search. All stages are checked in one pass: reading dvc.lock anew for each would take a
+    minute.
     """
     check_workspace()
     resolve_parameters()
@@ -117,7 +119,7 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    first: dict[int, str] = {}  # kind of computation → the stage that does it for all
+    first: dict[int, str] = {}  # number of a computation → the one stage that does it for all recipes
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
     twins = {name: first[kinds[name]] for name in planned}
@@ -174,11 +176,11 @@ def _refuse_links(repo: Repo) -> None:
 
 
 def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
-    """Bring a stage up to date: it is so already, or its outputs are restored from the cache, or its command is run.
+    """Bring a stage up to date: unless it already is, restore its outputs from the cache, or else run its command.
 
     Args:
-        execute: runs the command and returns the seconds that it took. Or it has another workspace run the command,
-            fetches the outputs, and returns the outcome there.
+        execute: a function that runs the command and returns the seconds that it took. Or it has another workspace run
+            the command, fetches the outputs, and returns the outcome there.
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made. Nothing is recorded.
@@ -229,7 +231,7 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took."""
+    """Wait for the machine's lock, run a stage's command in the working directory, and return the seconds it took."""
     root = Path.cwd()
     with machine(planned.alone):
         return stage_processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
@@ -243,9 +245,12 @@ def _up_to_date(stage: PipelineStage) -> bool:
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """Find out whether a stage must be executed; if it is stale, restore its outputs or prepare the execution.
+    """Replace the outputs of a stale stage by those in the cache, if the cache has outputs for the present inputs.
 
-    The outputs of a stale stage are removed, and digests of its inputs are saved in `stage`.
+    If not, remove the outputs, and save the digests of the present inputs in `stage`.
+
+    Returns:
+        "Cached" if the stage is up to date, "Restored", or "Executed" if the caller must now run its command.
     """
     if not stage.changed():
         return "Cached"
@@ -257,7 +262,11 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _reuse(stage: PipelineStage, definition: str) -> bool:
-    """Check out the outputs of the same computation for another recipe, and return whether the cache has them."""
+    """Check out the outputs of an earlier stage that did the same work, maybe for a recipe with another name.
+
+    Returns:
+        Whether the cache has such outputs.
+    """
     computed = stage_results.load(_cache(stage), _computation(stage, definition))
     if not computed or len(computed.outs) != len(stage.outs):
         return False
@@ -273,7 +282,7 @@ def _reuse(stage: PipelineStage, definition: str) -> bool:
 def _without_recipe_name(name: str, definition: str) -> str:
     """Return the definition of the stage `name` with `*` in place of the recipe's name.
 
-    Stages of two recipes that compute the same then have the same definition.
+    If the stages of two recipes do the same work, they then have the same definition.
     """
     if not (candidate := candidate_of(name)):
         return definition
@@ -288,10 +297,16 @@ def _without_recipe_name(name: str, definition: str) -> str:
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
-    """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, unless they are corrupt.
+    """Check out the outputs that dvc.lock or the run cache records for the stage's present inputs.
 
-    Call it only once for a loaded stage. DVC takes the outputs of dvc.lock if the inputs saved in `stage` equal the
-    present ones, and this call saves the present ones. `pull`: from the remote, too.
+    Call it only once for the same object `stage`. DVC takes the outputs that dvc.lock records if the inputs saved in
+    `stage` equal the present inputs, and this call saves the present inputs.
+
+    Args:
+        pull: whether to search the remote, too.
+
+    Returns:
+        Whether such outputs were found and are not corrupt.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -318,14 +333,18 @@ def _discard_corrupt(stage: PipelineStage) -> bool:
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """Return the stage and its definition; if this is not the planned one, the run would mix two studies."""
+    """Load a stage, and return it with its definition.
+
+    Raises:
+        StageChanged: the definition is not the planned one, so the run would mix two studies.
+    """
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
         stage = None
     definition = _definition(stage) if stage else ""
     if _digest(definition) != planned.definition:
-        raise StageChanged(f"params.yaml or dvc.yaml changed what {planned.name} is since the run began; run again")
+        raise StageChanged(f"params.yaml or dvc.yaml changed or removed {planned.name} during the run; run again")
     return stage, definition
 
 
@@ -397,7 +416,10 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Return a digest of the stage's computation, which is the same for all recipes that compute the same."""
+    """Return a digest of the stage's command, parameters and inputs.
+
+    If the stages of two recipes do the same work, they have the same digest.
+    """
     read = [str(dep.hash_info.value) for dep in _files(stage)]
     return _digest(json.dumps([_without_recipe_name(stage.name, definition), read]))
 
@@ -407,7 +429,7 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write the present digest of a user's file or folder into its .dvc file, like `dvc repro`."""
+    """Write the present digest of a user's file or folder into its .dvc file, as `dvc repro` does."""
     if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:

@@ -27,7 +27,7 @@ _LOOKS = 1000  # number of looks before giving up: processes of another user can
 
 
 def fork() -> int:
-    """Fork like `os.fork`, with the child, the stage, in a new session. The calling process becomes its supervisor."""
+    """Fork as `os.fork` does. The child, the future stage, is in a new session; the parent becomes its supervisor."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it waits until `_watch` handles it
     supervisor = os.getpid()
@@ -70,7 +70,7 @@ def _watch(stage: int, flow: int) -> NoReturn:
         if signal.sigwait(signals) == signal.SIGTERM:
             _end(1)
     code = os.waitstatus_to_exitcode(status)
-    _end(code if code >= 0 else 128 - code)  # like a shell's code for a signal
+    _end(code if code >= 0 else 128 - code)  # for a stage that a signal killed, the same code as from a shell
 
 
 def _status(stage: int) -> int | None:
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
     process = int(sys.argv[3]) if sys.argv[3:] else fork()
     if not process:
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a shell's commands should not ignore them
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a shell's commands should not
             signal.signal(ignored, signal.SIG_DFL)
         os.execl("/bin/sh", "sh", "-c", sys.argv[2])
     _watch(process, int(sys.argv[1]))

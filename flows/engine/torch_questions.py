@@ -10,7 +10,7 @@ from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
-    """Check params.yaml and return its typed sections, like `validation.check`."""
+    """Return the typed sections of params.yaml, as `validation.check` does, without importing torch for the check."""
     if not validation.found_good(schema.read()):
         lines: list[str] = []
         try:

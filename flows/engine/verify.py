@@ -128,7 +128,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
-    """Return digest → record, without those that cannot be read."""
+    """Return digest → record of a stage, for those records that can be fetched and read."""
     cache_dir = stages.cache_dir()
     dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}

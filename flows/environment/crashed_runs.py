@@ -1,7 +1,8 @@
 """Mark killed runs of this workspace as crashed in Prefect.
 
 Prefect's runner notices if the process of a run dies. If the whole machine stopped, or if the run had no runner, the
-run would be shown as Running for ever. So each run keeps a locked file. A later run finds the files without a lock.
+run would be shown as Running for ever. So each run holds a lock on a file of its own. A later run finds those files
+that are no longer locked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @contextmanager
 def lock_run(run: str) -> Iterator[None]:
-    """Mark runs that were killed as crashed; then keep a locked file for this run while the block runs."""
+    """Mark earlier runs whose process was killed as crashed; then hold this run's file locked while the block runs."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
     for file in _FOLDER.glob("[!.]*"):  # a file with a leading dot is not locked yet
         if _UUID.fullmatch(file.name) and not _is_held(file) and _end(UUID(file.name)):

@@ -36,11 +36,11 @@ _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Leases of running flows must survive a restart: otherwise a run that a power cut ended would block all later runs.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # Prefect's own has no guard and no key; prefect_server.py starts ours
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # Prefect's own lacks guard and key; prefect_server.py starts ours
     # Seconds. A temporary server must store the last states before the run ends. With less than 1 the service would
     # never sleep.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # else a year of nights fills the disk
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # otherwise nightly runs fill the disk in time
     "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "2592000",  # 30 days, in seconds
     # A tracking server that does not answer must not delay the study for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -79,7 +79,7 @@ def _is_no_empty_curve(record: logging.LogRecord) -> bool:
 
 
 def _is_no_echo_of_a_failure(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop Prefect's second messages about failed stages and their downstream stages.
+    """Whether to keep a log record: drop what Prefect repeats about failed stages and stages downstream of them.
 
     An empty traceback is removed from the record.
     """

@@ -32,7 +32,8 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
 
     Args:
         runs: number of finished runs of each study to keep.
-        commits: number of latest commits that changed dvc.lock, to keep their objects; None for all commits.
+        commits: how many of the latest commits that changed dvc.lock or .dvc files to search for objects to keep; None:
+            all commits.
 
     Raises:
         CannotCollect: the objects to keep cannot be determined, or a stage runs.

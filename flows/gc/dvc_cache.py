@@ -18,7 +18,7 @@ _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
-    """Return the kinds of files in the cache; `kept` has the digests of objects to keep, files in folders included."""
+    """Return the kinds of files in the cache; `kept` has the digests of all objects to keep, those in folders too."""
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
     times = list(cache_dir.glob("computed/*.json"))

@@ -23,7 +23,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Kind:
-    """All things of one kind. `remove` removes those that go. If it is interrupted, it can be called again."""
+    """All things of one kind, such as the objects of DVC's cache.
+
+    `remove` removes those that go. If it is interrupted, it can be called again.
+    """
 
     name: str
     stays: Size

@@ -1,4 +1,4 @@
-"""Sort MLflow's runs and models into those that stay and those that go, and find the digests of DVC that they name."""
+"""Sort MLflow's runs and models into those that stay and those that go; find the DVC digests in those that stay."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MODEL = "models:/"  # beginning of a version's source, before the id of the mod
 
 @contextmanager
 def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
-    """Yield the digests in DVC's cache that MLflow names, and the kinds of things in MLflow.
+    """Yield the digests of the objects in DVC's cache that MLflow's records name, and the kinds of things in MLflow.
 
-    While the block runs, nobody can promote a model. On a server of the user, all runs and models stay; only runs and
-    models in the workspace's own store can go.
+    While the block runs, nobody can promote a model. Only runs and models in the workspace's own store can be removed.
+    On a tracking server that the user has configured, all stay.
 
     Args:
         recent: number of finished runs of each study to keep, in addition to those that made a registered version.
@@ -78,7 +78,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 
 
 def _registered(count: int) -> Kind:
-    """All registered versions stay; the count lets a user see that it is the right registry."""
+    """Return the `Kind` of registered versions. All stay; their number lets a user see that the registry is right."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
@@ -103,7 +103,7 @@ def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
-    """Return the ids of the `recent` latest finished runs of each study, and of all runs that started after them."""
+    """Return the ids of the latest `recent` finished runs of each study, and of all unfinished runs since then."""
     latest: set[str] = set()
     for runs in studies.values():
         finished = 0
@@ -116,7 +116,7 @@ def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
 
 
 def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
-    """Load the record of its stages that a study's run has stored in MLflow at its end; empty if there is none."""
+    """Load the record of stages and candidates that a study's run stored in MLflow at its end; {} if there is none."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
 
 
 def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
-    """Return the recorded stages that led to a version: those of its candidate and those that all candidates share."""
+    """Return stage → its record, for the stages of a version's candidate and those that all candidates share."""
     run = runs.get(version.run_id or "")
     parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID, "") if run else ""
     stages = _lineage(client, parent).get("stages", {}) if parent in runs else {}
@@ -140,7 +140,7 @@ def _kinds(
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
-    """Return the two kinds in the workspace's own store, runs and models; `stay` has the ids of runs that stay."""
+    """Return the kinds of things in the workspace's own store, runs and models; `stay`: ids of the runs that stay."""
     sources = {version.source or "": version for version in registered}
     used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
     search = partial(client.search_logged_models, experiments)
@@ -167,7 +167,10 @@ def _kinds(
 
 
 def _is_unused(model: LoggedModel, staying_runs: set[str]) -> bool:
-    """Whether a model without a version goes: a candidate's with its run, that of a deleted version, and no other."""
+    """Whether to remove a model that no registered version uses.
+
+    A candidate's model is removed with its run. The model of a deleted version is removed. Other models stay.
+    """
     if candidate_models.KEY in model.tags:
         return model.source_run_id not in staying_runs
     return versions.CONTENT in model.tags

@@ -1,6 +1,6 @@
-"""Find the digests of DVC that dvc.lock and .dvc files name, in workspaces and in git's history.
+"""Find the digests of objects in DVC's cache that dvc.lock and .dvc files name, in workspaces and in git's history.
 
-The files are searched as text, so digests of code are found, too; this does no harm. Unlike `dvc gc`, this module does
+The files are searched as text. Digests of code are found, too, which does no harm. Unlike `dvc gc`, this module does
 not read dvc.yaml: dvc.lock may record stages that the parameters of its revision do not have, and today's DVC may not
 be able to read an old dvc.yaml.
 """
@@ -34,8 +34,8 @@ def in_history(commits: int | None) -> set[str]:
     """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags and worktrees.
 
     Args:
-        commits: number of latest commits that changed these files to read, besides all tags and the last commit of each
-            branch; None for all commits.
+        commits: how many of the latest commits that changed these files to search, besides all tags and the last commit
+            of each branch; None for all commits.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")
@@ -51,7 +51,7 @@ def _blobs(commit: str) -> set[str]:
 
 
 def with_files(cache_dir: Path, digests: Iterable[str]) -> set[str]:
-    """Return the digests, and the digests of all files in the folders among them.
+    """Return these digests of files and folders, and the digests of all files in the folders.
 
     The lists of files are searched as text, so that even a corrupt list gives most of its files.
     """

@@ -36,12 +36,12 @@ class Pin:
 
 
 def pin() -> list[Pin]:
-    """Write the newest commits of the base model and the data set into params.yaml, if these are on the hub.
+    """Write the newest commits of the base model and the data set into params.yaml, for those that are on the hub.
 
-    A revision that is a branch or a tag stays, since somebody chose it.
+    A revision in params.yaml that is a branch or a tag stays, since somebody chose it.
 
     Returns:
-        The pinned revisions, including those that were the newest commit already.
+        The pinned revisions, including those that already were the newest commit.
 
     Raises:
         CannotPin: the hub cannot be reached, or does not have the repository.

@@ -30,12 +30,12 @@ class Published:
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
-    """Upload a candidate to a repository of the hub as one commit. The repository is made if it does not exist.
+    """Upload a candidate to a repository of the hub as one commit. Create the repository if it does not exist.
 
     Args:
         repository: USER/NAME.
         private: whether a new repository is private.
-        dry_run: whether to upload nothing and only find the files.
+        dry_run: whether only to return the files that would be uploaded.
 
     Raises:
         CannotPublish: the candidate does not exist or is not up to date, or the hub refuses it.

@@ -56,8 +56,8 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
     """Promote a candidate of the finished study in the working directory, if it passes the gates.
 
     Args:
-        candidate: name of the candidate; None: the one that the report names, which is the best on the validation
-            examples within the limits of params.yaml.
+        candidate: name of the candidate; None: the candidate that the report names, which has the best metric on
+            validation examples of all candidates within the limits of params.yaml.
         again: whether to promote the candidate even if it was rolled back before.
         first: whether to accept a registry without a champion, although this workspace has had a champion.
 
@@ -87,12 +87,12 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
 
 
 def rollback() -> str:
-    """Make the version that the champion replaced the champion again; return a message for the user.
+    """Make the predecessor of the champion the champion again, and return a message for the user.
 
     Raises:
-        NothingBefore: there is no such version; the champion stays.
-        SmokeFailed: that version does not answer. Or an interrupted promotion had set a champion that does not answer,
-            and that promotion was undone.
+        NothingBefore: there is no champion, or it has no predecessor; the champion stays.
+        SmokeFailed: the predecessor does not answer; or an interrupted promotion had set a champion that does not
+            answer, and was undone.
     """
     with versions.connected(validation.typed_section("promotion").model) as models:
         models.settle()
@@ -115,7 +115,7 @@ def _terms() -> Terms:
 
 
 def _show(model: str, decision: str, checked: Sequence[Gate]) -> None:
-    """Show the gates on the run's page in Prefect."""
+    """Show the gates and the decision on the page of this run in Prefect."""
     try:
         if checked:
             prefect_artifacts.gates(model, decision, checked)
@@ -172,9 +172,9 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 
 
 def choose(name: str | None = None) -> Recorded:
-    """Return the named candidate; without a name, the one that `tasks.report.choose_candidate.choose` chose.
+    """Return the candidate `name`; if None, the candidate that `tasks.report.choose_candidate.choose` chose.
 
-    That choice uses the validation examples only. The test examples are first used by the gates.
+    This choice uses the validation examples only. The test examples are first used by the gates.
 
     Raises:
         Refused: stages are not up to date, there is no such candidate, or no candidate is within the limits.
@@ -257,10 +257,10 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
 def gate(
     models: Registry, terms: Terms, candidate: Recorded, version: str, champion: ModelVersion | None
 ) -> tuple[Gate, ...]:
-    """Download the version and the champion from the registry, score both, and return the gates.
+    """Download the new version and the champion from the registry, score both, and return the result of each gate.
 
     Raises:
-        Refused: a gate is not passed, the champion cannot be scored, or the version gives wrong answers when served.
+        Refused: a gate is not passed, the champion cannot be scored, or the new version answers wrongly when served.
     """
     name = f"{candidate.name} (version {version})"
     with tempfile.TemporaryDirectory() as folder:
@@ -285,9 +285,10 @@ def _smoke(version: Path, expected: Sequence[Answers], may_differ: bool) -> None
     """Check that the served version gives the same answers as the model that was scored.
 
     (choice) If `may_differ`, more than half of the answers must be the same: rounding may decide between two equally
-    likely tokens of a text, which changes all later tokens.
+    likely tokens of a text, and another token changes all later tokens.
 
     Args:
+        version: folder of the version's files.
         expected: the answers of the scored model to `gates.questions`.
     """
     answers = ask(str(version), gates.questions())
@@ -298,14 +299,14 @@ def _smoke(version: Path, expected: Sequence[Answers], may_differ: bool) -> None
 
 
 def _same(answer: Mapping[str, Any], wanted: Answers) -> bool:
-    """Whether an answer has all wanted values; it may have further ones."""
+    """Whether an answer has all wanted columns with almost equal values; it may have further columns."""
     return all(_alike(answer[column], value) for column, value in wanted.items())
 
 
 def _alike(answer: Any, wanted: Any) -> bool:
     """Whether two values are equal, or two numbers almost equal.
 
-    (choice) A difference of a hundredth is allowed: other padding changes a loss in bfloat16 by some thousandths.
+    (choice) A difference of a hundredth is allowed: with other padding, a loss in bfloat16 differs by some thousandths.
     """
     if isinstance(wanted, float) and isinstance(answer, float):
         return math.isclose(answer, wanted, rel_tol=1e-2, abs_tol=1e-2)
@@ -317,7 +318,7 @@ def _alike(answer: Any, wanted: Any) -> bool:
 def _write_down(
     models: Registry, terms: Terms, candidate: Recorded, version: str, checked: Sequence[Gate], decision: str
 ) -> None:
-    """Store gates and decision with the version: in tags for programs, and in its description for people."""
+    """Store the gates and the decision with the version: in its tags for programs, in its description for people."""
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,

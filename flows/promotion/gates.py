@@ -1,4 +1,4 @@
-"""The gates of a promotion: score candidate and champion again on the test examples, and compare with the limits."""
+"""The gates of a promotion: score candidate and champion again on test examples, and compare scores with limits."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TEST = SPLITS / "test.parquet"
 SMOKED = 8
 """Number of test examples on which the served version must give the same answers as the scored model."""
 
-_LONGEST = 2000  # characters of a running text that are sent to a served version
+_LONGEST = 2000  # largest number of characters of a running text that are sent to a served version
 _UNBOUNDED_DIFFERENCE = 1e-3  # allowed difference from the recorded metric ÷ the recorded metric
 
 
 class Refused(EckartError):
-    """A promotion was refused. The message names the numbers that are beyond their limits, or another reason."""
+    """A promotion was refused. The message names the measurements beyond their limits, or another reason."""
 
     def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:
         super().__init__(message)
@@ -83,10 +83,10 @@ class Champion:
 def measure(
     files: Path, candidate: Recorded, champion: Champion | None, terms: Terms
 ) -> tuple[list[Gate], list[Answers]]:
-    """Score the candidate and the champion on the test examples, as the stages score models.
+    """Score the candidate and the champion on the test examples, in the same way as the stages score models.
 
     Args:
-        files: the candidate's files, downloaded from the registry.
+        files: folder of the candidate's model, downloaded from the registry.
         candidate: the results that the study recorded.
         champion: the champion; None if the registry has none.
 
@@ -119,7 +119,7 @@ def measure(
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
-    """Return the candidate's measurements, with metrics and standard error of the test examples."""
+    """Return the candidate's measurements, with metrics and standard error replaced by those on the test examples."""
     rows = read_rows(Path(), DENSE[0], "dense")
     return replace(
         candidate.validation,
@@ -130,7 +130,7 @@ def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
 
 
 def _error(task: Task, ours: pd.DataFrame, theirs: pd.DataFrame) -> float:
-    """Return the standard error of the difference of two models' metrics, given their results on the same examples."""
+    """Return the standard error of the difference of two models' metrics, given their per-example results."""
     drawn = resampled(task, {"ours": ours, "theirs": theirs})
     return standard_error(drawn["ours"] - drawn["theirs"])
 
@@ -155,11 +155,11 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
 
 
 def as_recorded(metric: float, recorded: float, examples: int, terms: Terms) -> Gate:
-    """Return the gate that compares the metric with the one that the study recorded.
+    """Return the gate that compares the candidate's metric with the metric that the study recorded.
 
-    The files are the same, so this gate checks that the code that runs them computes the same. (choice) The metric may
-    differ by 2 ÷ examples. Another processor, or another alignment of memory, rounds sums differently, and that may
-    change the answer to an example with two equally likely classes. One such example changes an accuracy by
+    The files are the same, so this gate checks that the code computes the same here as in the study. (choice) The
+    metric may differ by 2 ÷ examples. Another processor, or another alignment of memory, rounds sums differently, and
+    that may change the answer to an example with two equally likely classes. One such example changes an accuracy by
     1 ÷ examples, and an F1 by about 2 ÷ examples. Exact match, ROUGE and the F1 of answers are means over the examples.
     They change by 1 ÷ examples at most, even if another token changes all later tokens. An accuracy of tokens changes
     by less. A correlation changes by far less, because there is no border between classes.
@@ -177,7 +177,12 @@ def as_recorded(metric: float, recorded: float, examples: int, terms: Terms) -> 
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
-    """Return the gate that compares the candidate with the champion; `error`: standard error of the difference."""
+    """Return the gate that compares the candidate's metric with the champion's.
+
+    Args:
+        metric, theirs: the metrics of the candidate and of the champion.
+        error: standard error of their difference.
+    """
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
     words = f"{METRICS[terms.metric].title} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     chance = terms.wanted.chance(error)
@@ -209,7 +214,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
-    """Say in words why the answers of `model` have another meaning than this study's; empty if they have the same."""
+    """Return in words why the answers of `model` have another meaning than this study's; empty if they do not."""
     architectures = model.config.architectures or ()
     if type(model).__name__ not in architectures:  # transformers has then given the model a new, untrained head
         return (

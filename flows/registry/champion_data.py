@@ -1,7 +1,7 @@
 """Fetch the training examples of the registry's champion into data/reference, where the stage `check` reads them.
 
-The stage compares new data with these examples. They are in DVC's cache or remote, under the digests that are tags of
-the champion's version. A run of the study fetches them before it plans the stages. A promotion does not, because it
+The stage compares new data with these examples. DVC's cache or remote has them, and a tag of the champion's version has
+their digests. A run of the study fetches them before it plans the stages. A promotion does not fetch them, because it
 must not make stages stale.
 """
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def refresh(study: str, model: str) -> None:
-    """Fill data/reference with the champion's training examples; empty it if the study has no champion.
+    """Fill data/reference with the champion's training examples; empty the folder if this study has no champion.
 
     If the registry fails, the folder does not change.
     """
     REFERENCE.mkdir(parents=True, exist_ok=True)
     try:
         digests = _digests(study, model)
-    except Exception as error:  # a store may raise any error; the study goes on without these examples
+    except Exception as error:  # a store may raise any error, and none may stop the study
         log.warning("the champion's data cannot be looked up (%s): %s stays as it is", redact(str(error)), REFERENCE)
         return
     cache = stages.cache_dir()
@@ -47,7 +47,7 @@ def refresh(study: str, model: str) -> None:
 
 
 def _digests(study: str, model: str) -> dict[str, str]:
-    """Return part of the training examples → DVC's digest; empty if the registry has no champion of this study."""
+    """Return DVC's digests of the champion's files: name (of `PARTS`) → digest; empty if this study has no champion."""
     if database.is_local() and not database.FILE.exists() and not last_champion.last(model):
         return {}  # the first run: do not wait seconds for MLflow to create a database
     client = MlflowClient(database.address())

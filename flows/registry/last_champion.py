@@ -1,4 +1,4 @@
-"""A note of the last champion of each model. With it a workspace can tell a lost registry from a new one."""
+"""A file that notes the last champion of each model, so that a workspace can tell a lost registry from a new one."""
 
 from __future__ import annotations
 

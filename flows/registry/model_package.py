@@ -40,7 +40,7 @@ def save(
         pairs: whether each input is a pair of texts.
         batch_size: number of inputs that are answered at a time.
         continuation: number of tokens that a language model writes after a text.
-        onnx: a folder with the same model for onnxruntime, which is added to the version.
+        onnx: a folder with the same model for onnxruntime, to add to the version; None: the version has none.
     """
     with tempfile.TemporaryDirectory() as temporary:
         artifacts = {"model": model} if onnx is None else {"model": model, "onnx": onnx}
@@ -60,12 +60,12 @@ def save(
 
 
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
-    """Return the settings of `Served`, which MLflow stores as `model_config`."""
+    """Return the settings of `pyfunc_model.Served`, which MLflow stores as `model_config`."""
     return {"task": task.model_dump(mode="json"), "batch_size": batch_size, "continuation": continuation}
 
 
 def questions(task: Task, pairs: bool) -> Schema:
-    """Return the input columns of a version. A task on words takes each text as a list of words."""
+    """Return the schema of a version's input columns. In a task on words, each text is a list of words."""
     text = STRINGS if kind_of(task).text_is_words else STRING
     return _schema({"text": text} | ({"text_pair": STRING} if pairs else {}))
 
@@ -75,7 +75,7 @@ def _schema(columns: Mapping[str, Mapping[str, Any]]) -> Schema:
 
 
 def example(task: Task, pairs: bool) -> pd.DataFrame:
-    """Return an example of a version's input, with the columns of `questions`."""
+    """Return an example of a version's input: a DataFrame of one row, with the columns of `questions`."""
     row: dict[str, Any] = {name: _EXAMPLE[name] for name in ("text", "text_pair")[: 1 + pairs]}
     if kind_of(task).text_is_words:
         row["text"] = row["text"].split()

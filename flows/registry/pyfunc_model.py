@@ -21,9 +21,11 @@ from tasks.nlp_tasks import kind_of
 class Served(PythonModel):
     """A served model of any task.
 
-    Its settings are in MLflow's `model_config`. task: the task as the stage `extract` wrote it. batch_size: number of
-    examples, windows or blocks that are answered at a time. continuation: number of tokens that a language model writes
-    after a text.
+    MLflow's `model_config` has its settings:
+
+    - task: the task as the stage `extract` wrote it.
+    - batch_size: number of examples, windows or blocks that are answered at a time.
+    - continuation: number of tokens that a language model writes after a text.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
@@ -44,14 +46,18 @@ class Served(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Answer each row of the columns `text`, or `text` and `text_pair`; see docs/promotion.md for the answers."""
+        """Answer each row of `model_input`, which has the column `text` and, for pairs of texts, `text_pair`.
+
+        Returns:
+            A DataFrame with a row of answers for each input. docs/promotion.md describes its columns.
+        """
         answers = (
             self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
             if len(model_input)
             else []
         )
         frame = pd.DataFrame(answers, columns=list(self._task.answer_columns), dtype=object)
-        # infer_objects would turn a null into a number
+        # infer_objects turns None into nan, which is a number
         return frame if frame.isna().any(axis=None) else frame.infer_objects()
 
 

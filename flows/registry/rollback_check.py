@@ -1,4 +1,4 @@
-"""Quick check that a rollback is possible, without imports of MLflow and torch, which take many seconds."""
+"""Quick check that a rollback is possible. It does not import MLflow and torch, which would take many seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SELECT count(*) FROM model_version_tags AS promoted WHERE name = :model AND key 
 AND version NOT IN (SELECT version FROM registered_model_aliases WHERE name = :model AND alias = 'champion')
 AND version NOT IN (SELECT version FROM model_version_tags WHERE name = :model AND key = 'eckart.rolled_back')
 """
-"""Query for the number of earlier champions, as `Registry.before` finds them.
+"""Query for the number of earlier champions that a rollback could return to, as `Registry.before` selects them.
 
 It also counts some versions that were deleted.
 """
@@ -43,7 +43,7 @@ def refuse(model: str) -> None:
 
 
 def _counts(model: str) -> tuple[int, int] | None:
-    """Return the numbers of present and of earlier champions in the registry's file; None if it cannot be read."""
+    """Return the numbers of present and of earlier champions in the registry's file; None if this cannot be read."""
     address = database.registry_address()
     if not address.startswith(_SQLITE) or "?" in address:
         return None

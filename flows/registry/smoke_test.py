@@ -1,4 +1,4 @@
-"""Smoke test of a version: MLflow loads and asks it in a process of its own, as a user would."""
+"""Smoke test of a version: in a new process, MLflow loads it and has it answer questions, as a user would do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXAMPLE = "serving_input_example.json"  # MLflow's file for the example that `m
 
 
 class SmokeFailed(EckartError):
-    """A version cannot be loaded, or gives wrong answers. The message says which."""
+    """A version cannot be loaded, does not answer, or gives wrong answers. The message says what is wrong."""
 
 
 def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:

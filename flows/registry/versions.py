@@ -47,7 +47,7 @@ It is `pending` from before the alias `champion` is moved until the version has 
 DECISION = "eckart.decision"
 """Tag: the outcome of the version's promotion in words."""
 ROLLED_BACK = "eckart.rolled_back"
-"""Tag: when the version was rolled back, so that the one before became the champion again."""
+"""Tag: when the version was rolled back, so that its predecessor became the champion again."""
 
 _PENDING = "pending"
 _SQLITE = "sqlite:///"
@@ -58,7 +58,7 @@ class RegistryError(EckartError):
 
 
 class RegistryLost(RegistryError):
-    """The registry has no champion, although this workspace has had one. The message names it and says what to do."""
+    """The registry has no champion, although this workspace has had one. The message names that champion."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def connected(name: str, first: bool = False) -> Iterator[Registry]:
-    """Open the registry for the model `name`, and keep other promotions of this model waiting while the block runs.
+    """Open the registry for the model `name`. Other promotions of this model wait while the block runs.
 
     The environment names the registry; by default it is in the working directory. With PostgreSQL, promotions on all
     machines take turns, otherwise those of this user on this machine.
@@ -91,7 +91,7 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
     users = os.environ.get("MLFLOW_TRACKING_URI")
     registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
-        # The child processes that load and ask versions inherit the URI.
+        # The processes in which `ask` loads versions inherit this URI.
         mlflow.set_tracking_uri(_absolute(database.address()))
         try:
             with _explained(Exception):  # many kinds of errors can occur when a database is opened
@@ -142,7 +142,7 @@ class Registry:
         return self.version(number) if number else None
 
     def look_for_champion(self, first: bool) -> None:
-        """Note the present champion in the workspace.
+        """Note the present champion in the workspace; if there is none, check that this workspace has had none.
 
         Args:
             first: whether to accept a registry without a champion, although this workspace has had a champion.
@@ -160,7 +160,7 @@ class Registry:
             )
 
     def _last_known_champion(self) -> str:
-        """Return in words the last champion of this workspace, or the damaged registry that may have it; else empty."""
+        """Return in words the last champion of this workspace, or the damaged registry that may hold it; else empty."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
         damaged = database.damaged() if database.is_local() else []
@@ -170,13 +170,13 @@ class Registry:
         last_champion.note(self.name, Noted(version=number, registry=_place()))
 
     def before(self, version: ModelVersion) -> str | None:
-        """Return the number of the champion before `version`.
+        """Return the number of the predecessor of `version`, to which a rollback returns.
 
-        It is the version that was promoted last before `version` and was not rolled back. If the smoke test of
-        `version` is pending, all promotions count as earlier.
+        It is the version that was the last to be promoted before `version`, of those that were not rolled back. If the
+        smoke test of `version` is pending, all promotions count as earlier.
 
         Returns:
-            None if there was no champion before, or if `version` became the champion by hand, without a date.
+            None if there is no predecessor, or if somebody made `version` the champion by hand, without a date.
         """
         pending = version.tags.get(SMOKE) == _PENDING
         promoted = [other for other in self._promoted() if other.version != version.version]
@@ -191,16 +191,19 @@ class Registry:
         )
 
     def _now(self) -> str:
-        """Return the current time, but never a time before the last promotion.
+        """Return the current time or, if the clock was set back, a time just after the last promotion.
 
-        A clock may have been set back, and promotions must stay in order.
+        So the times of promotions always are in the order of the promotions.
         """
         last = max(map(_when, self._promoted()), default="")
         now = _stamp(datetime.now(UTC))
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
-        """Return the ids of the candidate's run with this `mirror.key_of`, if there is one, and of the experiment."""
+        """Return the id of the candidate's run in MLflow, and the id of the study's experiment.
+
+        The run is the finished run with the key `key` (see `mirror.key_of`); its id is None if there is no such run.
+        """
         experiment = mirror.experiment(self.client, study)
         return mirror.find(self.client, experiment, key), experiment
 
@@ -214,7 +217,7 @@ class Registry:
             self.client.set_model_version_tag(self.name, number, key, value)
 
     def describe(self, number: str, text: str) -> None:
-        """Set the description of a version, in markdown."""
+        """Set the description of a version, which is Markdown."""
         self.client.update_model_version(self.name, number, text)
 
     def challenge(self, number: str) -> None:
@@ -270,7 +273,7 @@ class Registry:
         try:
             ask(f"models:/{self.name}{reference}")
         except SmokeFailed:
-            self.aliases()
+            self.aliases()  # raises MlflowException if the registry is at fault, not the version
             raise
 
     def promote(self, number: str, before: ModelVersion | None) -> bool:
@@ -304,14 +307,14 @@ class Registry:
         self._follow()
 
     def roll_back(self) -> tuple[str, str]:
-        """Make the version that the champion replaced the champion again, if it answers.
+        """Make the predecessor of the champion the champion again, if it answers.
 
         Returns:
-            The numbers of the old and the new champion.
+            The version numbers of the champion before and after the rollback.
 
         Raises:
-            SmokeFailed: that version does not answer; nothing was changed.
-            NothingBefore: there is no champion, or no version before it.
+            SmokeFailed: the predecessor does not answer; nothing was changed.
+            NothingBefore: there is no champion, or it has no predecessor.
         """
         champion = self.champion()
         if not champion:
@@ -321,8 +324,8 @@ class Registry:
                 f"version {champion.version} of {self.name} replaced none: there is nothing to go back to"
             )
         self.smoke(f"/{before}")
-        # Mark before the move: if this process is killed between the two, the next promotion must not promote that
-        # version again.
+        # Mark before the move: if this process is killed between the two, the next promotion must not promote the
+        # marked version again.
         self.mark(champion.version, {ROLLED_BACK: clock()})
         self._move(before)
         return str(champion.version), before
@@ -348,7 +351,7 @@ class Registry:
             self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
             self._conclude(number, f"Taken back at {clock()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
-        if self.aliases().get(CHAMPION) != number:  # then the check has asked another version
+        if self.aliases().get(CHAMPION) != number:  # then another version may have answered
             return False
         self._unmark(number, ROLLED_BACK)
         before = self.before(self.version(number))
@@ -359,7 +362,7 @@ class Registry:
         return True
 
     def _conclude(self, number: str, decision: str) -> None:
-        """Store the outcome of a promotion: in a tag, and in the description below the gates."""
+        """Store the outcome of a promotion: in a tag, and at the end of the version's description, below the gates."""
         self.mark(number, {DECISION: decision})
         self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 

@@ -33,13 +33,13 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 def proof(key: str, port: int, nonce: str) -> str:
     """Return the answer to `nonce` that only a holder of the key can compute.
 
-    It depends on host and port, so that another program cannot pass on the answer of a server of ours.
+    The answer depends on host and port, so that another program cannot pass on the answer of a server of ours.
     """
     return hmac.new(key.encode(), f"{gethostname()} {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 class Guard:
-    """An ASGI application that passes on only requests of its own pages, and only with the right password.
+    """An ASGI application that passes to `app` only requests of its own pages, and only those with the right password.
 
     Args:
         app: the application to protect.
@@ -78,7 +78,7 @@ def _basic(auth: str) -> bytes:
 
 
 def _foreign(scope: Mapping[str, Any]) -> bytes:
-    """Return why a request of a foreign page is refused; empty for other requests, and if the user followed a link."""
+    """Return why a request of a foreign page is refused; empty for others, and for a link that the user followed."""
     host, origin, site, mode = (
         _header(scope, name).lower() for name in (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode")
     )

@@ -59,7 +59,7 @@ def read_or_create() -> str:
     """Return the key; create it if there is none. If two processes create it at once, both get the same key.
 
     Raises:
-        ServerError: the file cannot be written, or others can read it or write to Prefect's home folder.
+        ServerError: the file cannot be written, or other users can read it or write to Prefect's home folder.
     """
     file = path()
     try:

@@ -57,7 +57,7 @@ def _follow(parent: int) -> None:
 
 
 def _check_database(file: Path, memory: Path) -> None:
-    """Raise if the database is damaged. If it is new, delete Prefect's memo of the blocks stored in an older one."""
+    """Raise if the database is damaged. If it is new, delete Prefect's memo of blocks in an older database."""
     if not file.exists() or not file.stat().st_size:
         memory.unlink(missing_ok=True)
         return

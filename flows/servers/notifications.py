@@ -25,8 +25,8 @@ from tasks.artifacts.errors import EckartError
 _REPORTED = ("Failed", "Crashed", "Late", "Refused", "Promoted")
 """Names of the states of a flow run that are reported."""
 _SUCCESSES = ("Completed", "Refused", "Promoted")
-_GRACE = timedelta(hours=2)  # a run may take so much longer than the run before
-# The longest gap of a schedule is looked for in the 35 days from 2024-01-01, and in at least 14 runs.
+_GRACE = timedelta(hours=2)  # a run may take that much longer than the previous run
+# The longest gap of a schedule is looked for in the 35 days from 2024-01-01, and between at least 14 runs.
 _BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
@@ -39,12 +39,12 @@ class NotificationError(EckartError):
 
 
 def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
-    """Have Prefect's server send notifications about a deployment's runs, in place of those set up before.
+    """Have Prefect's server send notifications about a deployment's runs. They replace earlier ones of the deployment.
 
     Args:
         deployment: name of the deployment, which need not exist yet.
         blocks: names of notification blocks, TYPE/NAME, such as `slack-webhook/team`; empty: no notifications.
-        silence: a notification is also sent after this time without a successful run.
+        silence: the time without a successful run after which a notification is sent, too.
 
     Raises:
         NotificationError: the server has no such block, or the block cannot send notifications.
@@ -117,7 +117,7 @@ def _events(states: Sequence[str]) -> set[str]:
 
 
 def _runs_of(deployment: str) -> list[ResourceSpecification]:
-    """Return a filter for the deployment's runs, by its name: its id may not exist yet, or may change."""
+    """Return a filter for the deployment's runs. It uses the name, because the id may not exist yet, or may change."""
     related = {"flow": "study", "deployment": deployment}
     return [
         ResourceSpecification.model_validate({"prefect.resource.role": role, "prefect.resource.name": name})

@@ -1,4 +1,4 @@
-"""Find or start a Prefect server: the user's, the one of `eckart ui` or `eckart serve`, or a temporary one for a run.
+"""Find or start a Prefect server: the user's, that of `eckart ui` or `eckart serve`, or a temporary one for a run.
 
 The servers that we start listen on loopback only. They have a guard, a key, and a database of their own.
 """
@@ -94,7 +94,7 @@ def _check_key() -> None:
 
 
 def use_local() -> None:
-    """Use the server of `eckart ui` or `serve` if it runs, unless environment or profile name another."""
+    """Use the server of `eckart ui` or `eckart serve` if it runs, unless environment or profile name another server."""
     if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
         _set(_client(settings.PREFECT_ADDRESS, access_key.auth_string()))
 
@@ -186,7 +186,7 @@ def is_ours(address: str) -> bool:
 
 
 def serves(address: str) -> str:
-    """Return program and database of a server of ours; empty if the server is not ours, or of an older version."""
+    """Return in words the program and the database of a server of ours; empty if it is not ours, or too old to tell."""
     if not is_ours(address) or not (key := access_key.known()):
         return ""
     place = f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}{access_guard.SERVES}"
@@ -210,7 +210,10 @@ def how_to_reach(address: str) -> str:
 
 
 def _turn() -> IO[str]:
-    """Wait until no other server is starting, since two would create the same database; return the open lock file."""
+    """Wait until no other server is starting, since two would create the same database.
+
+    Return the open lock file. Other servers wait until it is closed.
+    """
     try:
         turn = access_key.path().with_name("eckart.lock").open("a")
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -249,7 +252,7 @@ def _environment(pages: bool, auth: str | None) -> dict[str, str]:
     """Return the environment for the process of a Prefect server."""
     ours = get_current_settings()
     environment = {
-        "PREFECT_UI_API_URL": "/api",  # the server's own, because the URL that we know may contain a password
+        "PREFECT_UI_API_URL": "/api",  # relative to the server, because the URL that we know may contain a password
         **os.environ,
         **ours.to_environment_variables(exclude_unset=True),
         **settings.importable(),

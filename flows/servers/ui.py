@@ -24,7 +24,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.config import schema
 
 _MLFLOW, _PREFECT = "MLflow ", "Prefect "
-"""Beginnings of the texts that our servers return at `access_guard.SERVES`; the URL of the database follows."""
+"""Beginnings of the texts that our servers return at `access_guard.SERVES`. The rest is the URL of the database."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Page:
     ours: bool
     """Whether this process has started the page's server."""
     remote: bool = False
-    """Whether the page's server is one that the user's settings name."""
+    """Whether the user's settings name the page's server."""
 
 
 def show_pages(console: Console, port: int | None = None, mlflow_port: int | None = None) -> None:
@@ -150,7 +150,7 @@ def _study() -> str:
 def _environment(store: str, address: str, serves: str) -> dict[str, str]:
     """Return the environment for MLflow's server.
 
-    The URL of the store is in it, not on the command line, because the URL may contain a password.
+    It contains the URL of the store, which may contain a password and therefore is not on the command line.
     """
     auth = access_key.auth_string()
     return {

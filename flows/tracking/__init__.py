@@ -1,1 +1,1 @@
-"""Logging to MLflow of the results that are in DVC. It can be repeated at any time."""
+"""Logging to MLflow. It copies results that are in DVC, so it can be repeated at any time."""

@@ -1,7 +1,7 @@
-"""Entries for candidates in MLflow's list of models, with their scores and the data sets of the scores.
+"""Entries of candidates in MLflow's list of models, with their scores and the data sets on which they were scored.
 
-The entries are external models: the weights stay in DVC, and tags say where. MLflow stores the weights of registered
-versions only.
+The entries are external models in the sense of MLflow: the weights stay in DVC, and tags say where. MLflow stores
+weights only for the versions that a promotion registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasks.artifacts.names import recipe_and_keep
 from tasks.artifacts.paths import FINETUNED
 
 KEY = "dvc.key"
-"""Tag of a candidate's model, but not of a version: key of the candidate's stages, see `mirror.key_of`."""
+"""Tag of a candidate's entry: result of `mirror.key_of` for its stages. Models that a promotion uploads lack it."""
 _SPLITS = {
     "validation.": "validation",
     **dict.fromkeys(("shaped.", "factorized.", "recovered.", "onnx.score.", "int8.score."), "test"),
@@ -27,7 +27,7 @@ _SPLITS = {
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
-    """Return the model with this key, if there is one. If its status is not READY, its logging was interrupted."""
+    """Return the entry whose tag `KEY` is `key`, if any. If its status is not READY, `log` was interrupted."""
     models = client.search_logged_models([experiment], f"tags.`{KEY}` = '{key}'", max_results=1)
     return models[0] if models else None
 
@@ -35,7 +35,7 @@ def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
 def log(
     client: MlflowClient, run: str, model: LoggedModel, outcomes: Sequence[Outcome], metrics: Sequence[Metric]
 ) -> None:
-    """Log a candidate's metrics, measured by these stages, in its run; mark its model as READY."""
+    """Log in the candidate's run the metrics that its stages measured, linked to its entry; mark the entry as READY."""
     client.log_batch(run, metrics=list(_linked(model.model_id, outcomes, metrics)))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run, [LoggedModelOutput(model.model_id, step=0)])
@@ -44,7 +44,7 @@ def log(
 def create(
     client: MlflowClient, run: RunInfo, candidate: str, outcomes: Sequence[Outcome], tags: Mapping[str, str]
 ) -> LoggedModel:
-    """Create the model of the candidate, as an output of its run; `log` adds the metrics."""
+    """Create the entry of a candidate. Then `log` adds its metrics, and makes it an output of the run."""
     recipe, keep = recipe_and_keep(candidate)
     path = str(FINETUNED / candidate)
     content = next((outcome.outs[path] for outcome in outcomes if path in outcome.outs), "")
@@ -58,7 +58,7 @@ def create(
 
 
 def _linked(model: str, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> Iterator[Metric]:
-    """Yield the metrics with links to the model and, if they were measured on a split, to that data set."""
+    """Yield the metrics with links to the entry and, if they were measured on a split, to the data set of the split."""
     read = [item for outcome in outcomes for item in outcome.deps.items()]
     data = {Path(path).stem: (path, md5) for path, md5 in read if path.endswith(".parquet")}
     for metric in metrics:

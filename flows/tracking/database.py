@@ -47,8 +47,8 @@ def _own() -> str:
 def set_aside_damaged() -> str:
     """Rename the database file if it is damaged, so that MLflow starts a new one.
 
-    The next run logs all results again, because they are in DVC. The model registry is not in DVC: it is lost unless
-    the damaged file can be repaired.
+    The next run logs all results again from DVC. The model registry is not in DVC: it is lost unless the damaged file
+    can be repaired.
 
     Returns:
         A message for the user; empty if the file was not damaged.
@@ -80,7 +80,7 @@ def damaged() -> list[Path]:
 
 
 def _damage() -> str:
-    """Return the fault that SQLite's check of the file finds; empty if the file is sound, locked or not readable."""
+    """Return the fault that SQLite finds in the database file; empty if the file is sound, locked or not readable."""
     try:
         return damage(FILE)
     except sqlite3.OperationalError:  # locked or not readable: MLflow reports that

@@ -1,8 +1,8 @@
 """Log study runs to MLflow: a parent run for each study run, and a child run for each candidate made in it.
 
-All logged values come from the outcomes and outputs of stages. So the next study run can add everything that MLflow
-missed, because its database was new, its server was down, or somebody ran `dvc repro`. A failure of MLflow never stops
-a study.
+All logged values come from the outcomes and outputs of stages. So a study run can later log everything that MLflow
+missed: its database may be new, its server may have been down, or somebody may have run `dvc repro`. A failure of
+MLflow never stops a study.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _BACKFILLED = {"eckart.backfilled": "true", MLFLOW_SOURCE_NAME: "dvc.lock", MLFL
 _POLL = 1.0  # seconds between two reads of a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
-_TIMES = "benchmark"  # the stage that measures the speed of all candidates
-_TIMES_KEY = "dvc.times"  # tag of a candidate's run: key of the stage outcome whose times it has
+_TIMES = "benchmark"  # name of the stage that measures the speed of all candidates
+_TIMES_KEY = "dvc.times"  # tag of a candidate's run: key of the outcome of `benchmark` whose times were logged
 LINEAGE = "lineage.json"
-"""Artifact of the parent run: the run of each candidate; status, key and digests of the outputs of each stage."""
+"""Artifact of the parent run: each candidate's run id, and each stage's status, key and digests of its outputs."""
 _BEST_METRICS = ("validation.metric", "recovered.metric", "target_parameters")  # logged in the parent run, too
 _OTHER_CURVES = ("search", "control")  # folder or file names of the training curves of searches and of the control
 
@@ -76,7 +76,13 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """The runs in MLflow of one study run of the working directory, with its name, its stages and further tags."""
+    """The runs in MLflow of one study run in the working directory: a parent run, and child runs of candidates.
+
+    Args:
+        study: name of the study.
+        planned: all stages of the study run, upstream first.
+        tags: tags of the results' origin, see `origin`.
+    """
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
@@ -86,7 +92,7 @@ class Mirror:
             _WORKSPACE: f"{platform.node()} {Path.cwd()}",
         }
         self.origin = {MLFLOW_SOURCE_NAME: "eckart run", MLFLOW_SOURCE_TYPE: _LOCAL, **tags, **git()}
-        """Tags of the results' origin, for the parent run and for candidates with stages that are executed now."""
+        """Tags of the results' origin, for the parent run and for candidates whose stages this study run executes."""
         self.down = False
         self.lineage: dict[str, str] = {}
         """Candidate → id of its run, which belongs to this study run or an earlier one."""
@@ -96,15 +102,15 @@ class Mirror:
         self._shared = _shared(planned)
         cached = [stage.cached for stage in planned if stage.cached]
         self._known_key = key_of(cached) if len(cached) == len(planned) else ""
-        """Key of the whole study if all stages are up to date; else empty."""
+        """Result of `key_of` for all stages if all are up to date before the study run; else empty."""
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
-        """Candidate and prefix of a training curve's metrics → number of points that were logged."""
+        """Candidate and prefix of the metrics of one of its training curves → number of points that were logged."""
         self._guard = threading.RLock()
         self._machine: SystemMetricsMonitor | None = None
-        """Logs CPU, memory, disk and network of this machine in the parent run, every ten seconds."""
+        """Monitor that logs this machine's CPU, memory, disk and network in the parent run every ten seconds."""
 
     @_mirrored
     def start(self, parameters: Mapping[str, Any]) -> None:
@@ -142,7 +148,7 @@ class Mirror:
     def following(self, planned: Planned) -> Iterator[None]:
         """While a stage runs, log the new points of its training curves.
 
-        They go to the candidate's run, or to the parent run if the stage belongs to no candidate.
+        The points are logged in the candidate's run, or in the parent run if the stage belongs to no candidate.
         """
         candidate = candidate_of(planned.name)
         if candidate:
@@ -176,7 +182,7 @@ class Mirror:
 
     @_mirrored
     def _log_curve(self, candidate: str, file: Path) -> None:
-        """Log the new points of a training curve; skip a line that is not written to its end.
+        """Log the new points of a training curve; skip the last line if it is not completely written yet.
 
         A run may have two curves: a candidate's of search and fine-tuning, or the parent's of teacher and control. The
         metrics of search and control get a prefix.
@@ -225,14 +231,14 @@ class Mirror:
         if candidate in self._children:
             metrics = self._fill(candidate, outcomes)
             finished = _finished(self.client, self.experiment, key_of(outcomes))
-            for copy in finished[1:]:  # of study runs at the same time
+            for copy in finished[1:]:  # by study runs that completed it at the same time
                 self.client.set_tag(copy.info.run_id, "eckart.same_as", finished[0].info.run_id)
                 self.client.set_terminated(copy.info.run_id, "KILLED")
         self.lineage[candidate] = finished[0].info.run_id
         self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
 
     def _model(self, candidate: str, run: Run, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> str:
-        """Return the id of the candidate's model in MLflow; if it does not exist, create it with these metrics."""
+        """Return the id of the candidate's entry in MLflow's list of models; create the entry if it does not exist."""
         if run.outputs and run.outputs.model_outputs:
             return str(run.outputs.model_outputs[0].model_id)
         key = key_of(outcomes)
@@ -245,7 +251,7 @@ class Mirror:
         return str(model.model_id)
 
     def _elsewhere(self, candidate: str) -> str | None:
-        """Return the id of the candidate's open run of another study run in this workspace, if there is one."""
+        """Return the id of the candidate's open run in another study run of this workspace, if there is one."""
         query = f"attributes.status = 'RUNNING' and tags.`eckart.candidate` = '{candidate}'"
         for run in self.client.search_runs([self.experiment], query):
             tags = run.data.tags
@@ -254,7 +260,7 @@ class Mirror:
         return None
 
     def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
-        """Complete the candidate's child run of this study run; return the metrics of the candidate's own stages."""
+        """Log all results of a candidate in its child run, and close the run; return the metrics of its own stages."""
         # Leave out the control, which belongs to no candidate: a new control must not change the candidates' runs.
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
         others = {name: value for name, value in _numbers(shared).items() if not name.startswith("dense.control.")}
@@ -272,14 +278,17 @@ class Mirror:
         return own
 
     def _log_times(self, candidate: str) -> None:
-        """Log the candidate's measured times if its run, which may be an earlier one, is complete and lacks them."""
+        """In the candidate's run, log the times that the stage `benchmark` measured, unless they are already there.
+
+        The run may be one of an earlier study run. Nothing is logged before the run is complete.
+        """
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
         if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
             metrics = _points(_numbers([times], candidate), self._models.get(candidate))
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
-        """Close the parent run; close the runs of unfinished candidates as failed."""
+        """Close the parent run (as failed unless `complete`), and the runs of unfinished candidates as failed."""
         if self._machine:
             self._machine.finish()
         self._close(complete)
@@ -313,7 +322,7 @@ class Mirror:
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
-    """Return the candidate that `compare` chose for a promotion, and its numbers; None if there is none."""
+    """Return the candidate that the stage `compare` chose for a promotion, and its metrics; None if it chose none."""
     if not any(str(CHOICE) in outcome.outs for outcome in outcomes):
         return None
     name = Chosen.model_validate_json(CHOICE.read_text()).candidate
@@ -322,7 +331,7 @@ def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
 
 
 def _shared(planned: Sequence[Planned]) -> list[str]:
-    """Return the stages that depend on no candidate, such as `dense`, in the order of `planned`."""
+    """Return the names of the stages that depend on no candidate, such as `dense`, in the order of `planned`."""
     own: set[str] = set()
     for stage in planned:  # upstream first
         if candidate_of(stage.name) or own & set(stage.upstream):
@@ -333,7 +342,7 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
 def experiment(client: MlflowClient, study: str) -> str:
     """Return the id of the study's experiment in MLflow; create it if needed.
 
-    If the store is in the workspace, the artifacts of a new experiment are there, too.
+    If the store is a file in the workspace, a new experiment stores its artifacts in the workspace, too.
     """
     if existing := client.get_experiment_by_name(study):
         return existing.experiment_id
@@ -346,24 +355,24 @@ def experiment(client: MlflowClient, study: str) -> str:
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> str | None:
-    """Return the id of the first finished run, of a candidate or a study, with this key; see `key_of`."""
+    """Return the id of the run, of a candidate or a study, that was the first to finish with this key; see `key_of`."""
     return next((str(run.info.run_id) for run in _finished(client, experiment, key)), None)
 
 
 def _finished(client: MlflowClient, experiment: str, key: str) -> list[Run]:
-    """Return the finished runs with this key, sorted by the time of their end."""
+    """Return the finished runs with this key, the earliest end first."""
     query = f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'"
     return list(client.search_runs([experiment], query, order_by=["attributes.end_time ASC"]))
 
 
 def key_of(outcomes: Sequence[Outcome]) -> str:
-    """Return a digest of the computations of stages: runs with the same key have computed the same."""
+    """Return a digest of the keys of stages (`Outcome.key`). Runs with the same digest did the same computations."""
     content = json.dumps({outcome.stage: outcome.key for outcome in outcomes}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def git() -> dict[str, str]:
-    """Return tags with the git revision, and whether files differ from it; empty outside a git repository."""
+    """Return tags that tell the git revision, and whether tracked files differ from it; {} outside a git repository."""
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if revision.returncode:
         return {}
@@ -372,7 +381,7 @@ def git() -> dict[str, str]:
 
 
 def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return tags with which the results can be found in DVC: keys of the stages, and digests of their outputs."""
+    """Return tags for finding the results of stages in DVC: keys of the stages, and digests of their outputs."""
     return {
         "dvc.key": key_of(outcomes),
         "dvc.stages": json.dumps({outcome.stage: outcome.key for outcome in outcomes}),
@@ -386,9 +395,9 @@ def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metr
 
 
 def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, float]:
-    """Return dotted name → number for all numbers in the stages' JSON outputs, without nulls and entries of targets.
+    """Return dotted name → number for all numbers in the JSON reports that the stages wrote.
 
-    The names of numbers of the original model begin with `dense`.
+    Nulls and the section `targets` are left out. Names of numbers of the original model begin with `dense`.
 
     Args:
         candidate: the entry to read in the output of the stage `benchmark`, which has the times of all candidates.
@@ -421,7 +430,7 @@ def _params(values: Mapping[str, Any]) -> list[Param]:
 
 
 def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
-    """Return the data sets that the stages read, with DVC's digests, for MLflow's list of a run's inputs."""
+    """Return the data sets that the stages read, with DVC's digests, in MLflow's format for the inputs of a run."""
     read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
     return [
         DatasetInput(

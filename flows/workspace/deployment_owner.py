@@ -63,7 +63,7 @@ def check_name(name: str) -> None:
 
 
 def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | None:
-    """Return the tag of a deployment that names its folder; "" without such a tag, None without the deployment."""
+    """Return the tag that names a deployment's folder; "" if it has no such tag, None if there is no deployment."""
     with get_client(sync_client=True) as client:
         try:
             return next((tag for tag in read(client).tags if tag.startswith(_TAG)), "")
@@ -72,7 +72,7 @@ def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | Non
 
 
 def _is_own(owner: str) -> bool:
-    """Whether a tag names the working directory: the path is the same, and also the host, or, if renamed, the id."""
+    """Whether a tag names the working directory: its path is the same, and its host or (if that was renamed) its id."""
     same = bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
     return same or _place(owner) == _here()
 

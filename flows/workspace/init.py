@@ -130,7 +130,7 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 
 def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
-    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml."""
+    """Copy the user's model and data into a draft of the workspace, and adapt the draft's params.yaml to them."""
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = wishes.base
     if base and Path(base).exists():
@@ -167,13 +167,13 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:
-    """Return data.source of params.yaml if this is the user's own data."""
+    """Return data.source of params.yaml if it is the user's own data, else None."""
     source = str(params["data"]["source"])
     return source if Path(source).is_relative_to(RAW) else None
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Fill in columns and task from params.yaml if the workspace already has its own data."""
+    """Return the wishes, with missing columns and task from params.yaml if that already names the user's own data."""
     if not _own_data(params):
         return wishes
     data = params["data"]
@@ -185,7 +185,7 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 def _amending(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays."""
+    """Return only the changes that the user asked for and those that follow from them; other parameters must stay."""
     columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
     decided = {"source", "splits", "sizes"} if wishes.data else set()
     if wishes.data or columns:
@@ -221,7 +221,7 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
 
 
 def _hand_to_dvc(folder: Path, part: Path) -> None:
-    """Track a folder with DVC, for others to pull it. A folder without files, or with files in git, is left to git."""
+    """Track a folder with DVC, so that others can pull it. Leave a folder that is empty or has files in git to git."""
     keep = folder / part / ".gitkeep"
     if not any((folder / part).iterdir()):
         keep.touch()

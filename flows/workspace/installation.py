@@ -1,7 +1,8 @@
 """Update dvc.yaml and code.yaml in workspaces of `eckart init`, which have no code and use the installed package.
 
-Their dvc.yaml is the repository's, but its stages run the installed command `eckart`, and the stage `resolve` depends
-on code.yaml, which has the digest of the installed code. A clone of the repository has no code.yaml.
+The dvc.yaml of such a workspace differs from the repository's: its stages run the installed command `eckart`, and its
+stage `resolve` depends on code.yaml, which has the digest of the installed code. A clone of the repository has no
+code.yaml.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def refresh() -> None:
 
 
 def derived() -> dict[Path, str]:
-    """Return path → content of the files in a workspace that follow from the installed code."""
+    """Return path → content of the two files in a workspace that are made from the installed code."""
     pipeline = (HOME / PIPELINE).read_text()
     pipeline = pipeline.replace("cmd: python -m tasks.", "cmd: eckart stage ")
     pipeline = pipeline.replace("[params.yaml, eckart, tasks]", f"[params.yaml, {CODE}]")

@@ -126,9 +126,9 @@ def _length(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Choose max_length: the number of tokens that nearly all examples fit into, as far as the model allows.
+    """Choose max_length: the number of tokens into which nearly all examples fit, rounded up to a multiple of 8.
 
-    It is rounded up to a multiple of 8, and at most 512. For running text it is the most that the model allows.
+    It is at most 512, and at most what the model allows. For running text it is the largest such number.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)

@@ -44,7 +44,7 @@ class LockedStage:
     commit: str
     stage: str
     entries: Mapping[str, Any]
-    """All entries of this dvc.lock: stage → what it read and wrote."""
+    """Entries of all stages in this dvc.lock: stage → the digests of its inputs and outputs."""
     requirements: str
     """Content of the revision's requirements.lock: a line `NAME==VERSION` for each package."""
 
@@ -178,7 +178,10 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
 
 
 def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage again, after those that it depends on: all if `again`, else those that cannot be fetched."""
+    """Run the stage again in its worktree, after all stages that it depends on.
+
+    Unless `again` is set, only those of them are run whose outputs cannot be fetched.
+    """
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
@@ -226,7 +229,7 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
 
 
 def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
-    """Add outputs to the cache that it had lost and that were made again with the recorded bytes."""
+    """Add to the cache the outputs that it had lost and that were made again with the recorded digests."""
     with locks.repository() as repo:
         for name in _chain(wanted):
             for out, digest in digests(wanted.entries[name], "outs").items():
@@ -249,13 +252,13 @@ def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     differing = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
     differing += [part for part in ("cmd", "params") if then.get(part) != now.get(part)]
     if differing:
-        return f"{name} read what differs from the record: {', '.join(differing)}"
+        return f"{name} had other inputs than recorded: {', '.join(differing)}"
     same = digests(then, "outs") == digests(now, "outs")
     return "" if same else f"{name} wrote other bytes from the same inputs"
 
 
 def _packages(pinned: str) -> list[str]:
-    """Return a description of each package with another installed version than its line `NAME==VERSION` says."""
+    """Return a description of each package whose installed version is not the one in its line `NAME==VERSION`."""
     # Local versions such as +cpu are not pinned.
     there = {canonicalize_name(package.name): package.version.partition("+")[0] for package in distributions()}
     pins = [map(str.strip, line.split("==")) for line in pinned.splitlines() if line.count("==") == 1]

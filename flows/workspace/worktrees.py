@@ -1,4 +1,4 @@
-"""Additional workspaces: git worktrees at a revision, with the cache, the remotes and the raw data of the main one.
+"""Additional workspaces: git worktrees that share the cache, the remotes and the raw data of the main workspace.
 
 The main workspace is the working directory; `folder` is always another one. Two flows with different parameters need
 two workspaces. All workspaces share DVC's cache with the run cache, so that a computation that several need runs once.
@@ -25,10 +25,10 @@ WORKSPACES = Path("workspaces")
 CARRIED = (Path("data/raw"), Path("models/base"))
 """Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
-"""Files and folders that a workspace takes from the commit, so uncommitted edits of them would not be used."""
+"""Files and folders that other workspaces get from a commit, and thus without uncommitted edits."""
 
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Environment variables set in a git hook. With them, every git command would work on the main workspace."""
+"""Environment variables that git sets for hooks. With them, every git command would work on the main workspace."""
 
 
 class WorkspaceError(EckartError):
@@ -60,7 +60,12 @@ def edited(*paths: str) -> set[str]:
 
 
 def refuse(edited: set[str], who: str) -> None:
-    """Raise a WorkspaceError if there are edited files, since `who` ("Workers run") uses the committed ones."""
+    """Raise a WorkspaceError if there are edited files.
+
+    Args:
+        edited: paths of the files.
+        who: beginning of the message, such as "A study runs"; it goes on with "the code of the last commit".
+    """
     if edited:
         names = "\n".join(f"  {name}" for name in sorted(edited))
         raise WorkspaceError(f"{who} the code of the last commit. Commit these, or undo the edits:\n{names}")
@@ -83,7 +88,7 @@ def locked(folder: Path) -> Iterator[IO[str]]:
 
 
 def follow(folder: Path) -> None:
-    """Update the workspace `folder` to the present commit and raw data, or make it. Its outputs and dvc.lock stay."""
+    """Make the workspace `folder`, or update it to the present commit and raw data. Its outputs and dvc.lock stay."""
     recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
     check_out(folder, "HEAD")
     if recorded is not None:  # dvc.lock belongs to the outputs there

@@ -14,14 +14,14 @@ class Metric:
     title: str
     """Name of the metric in a sentence."""
     share: bool = False
-    """Whether values lie between 0 and 1, and are printed in percent if there is room for few digits."""
+    """Whether values lie between 0 and 1, so that compact tables print them in percent."""
     lower_is_better: bool = False
     bounded: bool = True
     """Whether values lie between -1 and 1."""
 
     @property
     def with_direction(self) -> str:
-        """The title, followed by "(lower is better)" if it is so."""
+        """The title, with "(lower is better)" after it if that is the case."""
         return f"{self.title} (lower is better)" if self.lower_is_better else self.title
 
     def worse_by(self, value: float, reference: float) -> float:
@@ -44,8 +44,8 @@ class Metric:
 
 class _Metrics(dict[MetricName, Metric]):
     def __missing__(self, name: MetricName) -> Metric:
-        """Find a metric that only its task defines."""
-        from tasks.nlp_tasks import TASK_NAMES, task_class  # they import torch
+        """Find a metric that a task defines itself, in `NlpTask.own_metrics`."""
+        from tasks.nlp_tasks import TASK_NAMES, task_class  # only here, since task_class imports torch
 
         for task in TASK_NAMES:
             self |= {key: metric for key, metric in task_class(task).own_metrics.items() if key not in self}
@@ -68,4 +68,4 @@ METRICS = _Metrics(
     rougeL=Metric("ROUGE-L", share=True),
     perplexity=Metric("perplexity", lower_is_better=True, bounded=False),
 )
-"""Name of a metric → its properties. A task may define its own (`NlpTask.own_metrics`), which are found on demand."""
+"""Name of a metric → its properties. Metrics that a task defines itself (`NlpTask.own_metrics`) are found on demand."""

@@ -20,5 +20,5 @@ def stage_name(stage: str, candidate: str) -> str:
 
 
 def candidate_of(stage: str) -> str:
-    """Return `kfac-0.33` for `finetune@kfac-0.33`; an empty string for a stage that all candidates share."""
+    """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage."""
     return stage.partition("@")[2]

@@ -12,7 +12,7 @@ IMPORTANCE = Path("data/importance")
 TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""Name of the folder in `RANKS / candidate` with the dense model, if shaping or the search changed its weights."""
+"""Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""
 SCORES = "scores"
 """Name of the folder in `RANKS / candidate` with the statistics that shaping gathered."""
 FACTORIZED = Path("models/factorized")
@@ -21,42 +21,42 @@ SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
 ONNX = Path("models/onnx")
-"""Folder of the exported models: a folder with ONNX_FILES for each exported candidate, and one for `dense`."""
+"""Folder of the exported models. Its folders, one for each exported candidate and `dense`, hold ONNX_FILES."""
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
 EXPORTS = Path("reports/onnx")
 CARDS = Path("reports/cards")
 
 
 def exported_name(name: str) -> str:
-    """Return the name of an exported model in the path of its scores of examples, such as `kfac-0.33.onnx`."""
+    """Return the name under which `rows_file` has an exported model's per-example results, such as `kfac-0.33.onnx`."""
     return f"{name}.onnx"
 
 
 class Decision(Result):
-    """Result of a rank search: the ranks, the loss that they predict, and the number of parameters."""
+    """Result of a rank search: the rank of each target, the loss predicted for it, and the numbers of parameters."""
 
     keep: float
     ranks: dict[str, int | None]
-    """Target → rank, or null if it stays dense."""
+    """Target → its rank, or null if the target stays dense."""
     predicted_loss: dict[str, float] | None
-    """Target → half the weighted squared error at its rank r, ½ Σ_{k>r} S_k², with singular values S_k.
+    """Target → half the weighted squared error after truncation to its rank r: ½ Σ_{k>r} S_k².
 
-    With the weighting kfac, this estimates the increase of the loss. Null if the search itself reduced the weights to
-    their ranks, or if all ranks are 0.
+    S_k are the singular values of the weighted matrix. With the weighting kfac, this estimates the increase of the
+    loss. Null if the search itself reduced the weights to their ranks, or if all ranks are 0.
     """
     parameters_before: int
     parameters_after: int
-    """Parameters of all targets at these ranks, in the recipe's storage, without biases and without a residual."""
+    """Number of parameters of all targets at these ranks, in the recipe's storage, without biases and residual."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None
-    """Mean numerical rank of the weights after shaping, in their precision; null if nothing was shaped."""
+    """Mean numerical rank of the target layers' weights after shaping; null if nothing was shaped."""
     as_shaped: bool
-    """Whether SHAPED is the model after shaping alone, so that its score shows the effect of shaping."""
+    """Whether only shaping has changed the model in SHAPED, so that its score shows the effect of shaping."""
 
 
 def source_model(name: str, original: Path) -> Path:
-    """Return the folder of the dense model that candidate `name` factorizes: SHAPED if it exists, else `original`."""
+    """Return the folder of the model that is factorized for candidate `name`: SHAPED if it exists, else `original`."""
     shaped = RANKS / name / SHAPED
     return shaped if shaped.exists() else original
 

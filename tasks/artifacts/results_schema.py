@@ -1,4 +1,4 @@
-"""Types and paths of the result files of stages. Readers of results need not import the code that measured them."""
+"""Types and paths of the result files of stages. To read results, import only this module, not the stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 BENCHMARKS = Path("reports/benchmark.json")
 SECONDS = Path(".eckart/seconds.json")
-"""File with the seconds of each stage's last execution. They differ between runs, so no stage reads or writes them."""
+"""File with the seconds that each stage last took. These differ between runs, so no stage reads or writes this file."""
 
 Runtime = Literal["torch", "onnx", "int8"]
 """Software that runs a model: torch, or onnxruntime with weights in float32 or in int8."""
@@ -26,7 +26,7 @@ Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
-    """Return the path of the table with the contribution of each example to the scores.
+    """Return the path of the table with the results of a model on each example, from which metrics can be computed.
 
     `name` is a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
     """
@@ -59,7 +59,7 @@ class Size(Result):
 
 
 class Continuation(Result):
-    """Greedy continuation of the beginning of a test block by a language model."""
+    """Beginning of a test block, and the text with which a language model continues it by greedy decoding."""
 
     beginning: str
     text: str
@@ -75,7 +75,7 @@ class Scores(Result):
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for the tasks in evaluate.zero_shot."""
     continuations: tuple[Continuation, ...]
-    """Continuations by a language model, of evaluate.continuation tokens each."""
+    """Texts that a language model wrote, of at most evaluate.continuation tokens each; empty for other tasks."""
 
 
 class DenseReport(Scores):
@@ -97,7 +97,7 @@ class TargetSize(Result):
 
     Attributes:
         rank: null if the target is dense.
-        rows: rows of the residual beside the factors.
+        rows: number of rows of the residual that are stored beside the factors.
         parameters: number of stored parameters, without the bias and without the indices of rows or pivots.
         loss_alone: increase of the loss when only this target of the original model is replaced with its factors, on
             evaluate.probes examples (eckart/factorization/single_target_ablation.py). Null if it was not measured: for
@@ -116,7 +116,7 @@ class Evaluation(Result):
     shaped: Score | None
     """Score of the dense model after shaping. Null without shaping, or if the search changed the model afterwards."""
     factorized: Score | None
-    """Score before recovery. Null if there is a residual: it makes the model as large as the dense one until pruned."""
+    """Score before recovery. Null if there is a residual: before recovery prunes it, the model is not smaller."""
     recovered: Score
     validation: Score
     """Score of the recovered model on the validation split, for the choice of candidates and trials."""
@@ -144,9 +144,9 @@ class Exports(Result):
 
 
 class Times(Result):
-    """Speedup of a model over another one, with the 95 % interval.
+    """Median speedup of a model over another one, with its 95 % confidence interval from `low` to `high`.
 
-    The median is that of the ratios, in each round, of the other model's seconds ÷ this model's seconds.
+    The speedup in a round is the other model's seconds ÷ this model's seconds. The median is taken over the rounds.
     """
 
     median: float
@@ -155,7 +155,7 @@ class Times(Result):
 
 
 class Latency(Result):
-    """Median seconds of a forward pass, and its speedup over the original model in torch and in the same runtime."""
+    """Median seconds of a forward pass, and the speedups over the original model in torch and in the same runtime."""
 
     seconds: float
     of_torch: Times
@@ -163,7 +163,7 @@ class Latency(Result):
 
 
 Latencies = dict[Which, dict[Runtime, dict[str, Latency]]]
-"""`dense` or `candidate` → runtime → shape (ROWSxTOKENS) → latency. Both models were timed in turn in one process."""
+"""`dense` or `candidate` → runtime → input shape, as ROWSxTOKENS → latency. One process times both models in turn."""
 
 
 class Benchmark(Result):

@@ -1,7 +1,8 @@
-"""Record of the parameters that a stage read when it ran.
+"""Record of the parameters with which a stage ran, one file for each stage.
 
-DVC's entry for a stage also says which inputs its outputs belong to, but it can be written without a run. The stage
-itself writes this record, so that `eckart verify` detects such entries. No stage reads the record.
+A stage's entry in dvc.lock also says from which inputs its outputs were made, but DVC can write it without running the
+stage (`dvc commit`). Only a run of the stage writes this record, so `eckart verify` detects such entries by comparing
+the two. No stage reads the record.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _VARIABLE = re.compile(r"\$\{([\w.]+)\}")  # a variable in dvc.yaml: a parameter
 
 
 class Inputs(BaseModel):
-    """Parameters of a stage: dotted path → value, with the digest of the stage's code at `code.STAGE`.
+    """Parameters of a stage: dotted path → value. The digest of the stage's code is at `code.STAGE`.
 
     For `resolve`, the only entry is the digest of params.yaml. `*` stands for the name of the recipe, so that equal
     recipes with different names have equal records.
@@ -41,7 +42,7 @@ def file_of(stage: str) -> Path:
 
 
 def load(stage: str) -> Inputs | None:
-    """Return the present values of the parameters that dvc.yaml lists for the stage; None if there is no dvc.yaml."""
+    """Return the current values of the parameters that dvc.yaml lists for the stage; None if there is no dvc.yaml."""
     if not PIPELINE.exists():
         return None
     described = YAML(typ="safe").load(PIPELINE.read_text())["stages"][stage.partition("@")[0]]
@@ -50,7 +51,7 @@ def load(stage: str) -> Inputs | None:
 
 
 def write(stage: str, inputs: Inputs) -> None:
-    """Write the record of a stage."""
+    """Write `inputs` to the record of the stage."""
     file = file_of(stage)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)  # it may be a link into DVC's cache
@@ -58,7 +59,7 @@ def write(stage: str, inputs: Inputs) -> None:
 
 
 def without_recipe_name(parameter: str, stage: str) -> str:
-    """Replace the name of the stage's recipe with `*` in the path of a parameter."""
+    """Return the dotted path of a parameter with `*` in place of the name of the stage's recipe."""
     if not (candidate := candidate_of(stage)):
         return parameter
     recipe = re.escape(recipe_and_keep(candidate)[0])
@@ -66,7 +67,7 @@ def without_recipe_name(parameter: str, stage: str) -> str:
 
 
 def _parameters(paths: list[str], stage: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each parameter; the paths may contain variables of dvc.yaml."""
+    """Yield the dotted path and the value of each parameter, after filling in the variables of dvc.yaml in `paths`."""
     values = schema.resolved()
     item = dict(zip(("recipe", "keep"), recipe_and_keep(candidate_of(stage)), strict=True))
     for path in paths:

@@ -15,7 +15,7 @@ SPLITS = Path("data/splits")
 REFERENCE = Path("data/reference")
 """Folder of the data on which the champion was trained."""
 REFERENCE_PARTS = ("train.parquet", "task.json")
-"""Files in REFERENCE: copies from data/splits."""
+"""Names of the files in REFERENCE, which are copied from data/splits."""
 
 Split = Literal["train", "validation", "test", "calibration"]
 
@@ -47,5 +47,5 @@ def load_task() -> Task:
 
 
 def load_split(name: Split) -> pd.DataFrame:
-    """Load a split, with those of the columns text, text_pair and label that the task has."""
+    """Load a split. It has the columns text, text_pair and label, or those of them that the data have."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")

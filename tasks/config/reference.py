@@ -1,4 +1,4 @@
-"""Text of `eckart params` and of the page docs/params.md, from the descriptions in the types of params.yaml.
+"""Write the output of `eckart params` and the page docs/params.md from the descriptions in the types of params.yaml.
 
 `python -m tasks.config.reference` prints the page.
 """
@@ -37,11 +37,11 @@ _FAMILIES = {
 
 
 def text(tree: Mapping[str, Any], path: str = "") -> str:
-    """Return resolved parameters as YAML, with the description of each at its first occurrence.
+    """Return resolved parameters as YAML. A comment describes each parameter where it first occurs.
 
     Args:
-        tree: as `resolve` returns it.
-        path: dotted path of the part to print; empty: all parameters.
+        tree: all parameters, as `resolve` returns them.
+        path: dotted path of the part to return; empty: all parameters.
 
     Raises:
         ParamsError: there is no parameter at `path`.
@@ -61,7 +61,7 @@ def text(tree: Mapping[str, Any], path: str = "") -> str:
 
 
 def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type[BaseModel]]:
-    """Return the types that `value` may have at `key` of a mapping, if the mapping has one of the types `models`."""
+    """Return the types that `value` may have; `key` is its key in a mapping that has one of the types `models`."""
     if models == [Params] and key in ("recipes", "recovery"):
         types: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
     elif models == [Recipe] and key not in Recipe.model_fields:

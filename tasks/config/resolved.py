@@ -15,7 +15,7 @@ def resolve(content: Mapping[str, Any]) -> dict[str, Any]:
         content: params.yaml as plain data, without mistakes.
 
     Returns:
-        All parameters as plain data, in the order of the types, with all built-in recipes.
+        All parameters as plain data, in the order of the fields in tasks/config/schema.py, with all built-in recipes.
     """
     from eckart.recipe import complete, recipes, trains_dense  # imports torch, which takes seconds
 

@@ -51,7 +51,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Labels = Literal["given", "expected", "drawn"]
 """Kind of labels for which the calibration gradients are computed."""
 Given = Literal["train", "validation", "test"]
-"""A split that a source may already have."""
+"""A split that the source of the data may already have."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
@@ -86,7 +86,7 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """Goal for candidates: exactly one limit, for the drop of the metric, the speed-up or the size."""
+    """Goal for candidates. It has exactly one limit: on the drop of the metric, on the speed-up, or on the size."""
 
     largest_drop: NonNegativeFloat | None = Field(
         None, description="maximum drop of data.metric from the original model, on the validation examples"
@@ -325,7 +325,7 @@ class Threads(Section):
 
 
 class Limits(Section):
-    """Limits that a candidate must keep to."""
+    """Limits that a candidate must not break."""
 
     largest_drop: NonNegativeFloat = Field(0.01, description="maximum drop of data.metric from the original model")
     standard_errors: NonNegativeFloat = Field(
@@ -336,7 +336,7 @@ class Limits(Section):
     least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
 
     def chance(self, standard_error: float) -> float:
-        """Return the distance by which a metric may miss a limit by chance; at most `largest_drop`."""
+        """Return the allowance for chance, by which a metric may miss a limit. It is at most `largest_drop`."""
         return min(self.standard_errors * standard_error, self.largest_drop)
 
 
@@ -352,7 +352,7 @@ class Promotion(Limits):
 
 
 class Params(Section):
-    """All sections of params.yaml. Types of `recipes` and `recovery` are in eckart/recipe.py, which imports torch."""
+    """All sections of params.yaml. The types of `recipes` and `recovery` are in eckart/recipe.py: they import torch."""
 
     study: Study = Field(description="recipes and parameter ratios to compare")
     seed: Seed = Field(0, description="seed of every training")
@@ -383,7 +383,7 @@ class Params(Section):
 
 
 def with_defaults(content: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Add the defaults of `kind` to `content`, in the order of the fields. Values in `content` do not change."""
+    """Return `content` with the defaults of the type `kind` added, in the order of its fields. Present values stay."""
     result: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -439,7 +439,12 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
 
 
 def _invalid_keys(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
-    """Yield a mistake for each key that is not a name and each value that contains itself; YAML allows both."""
+    """Yield a line for each key that is not a printable word, and each value that contains itself; YAML allows both.
+
+    Args:
+        above: keys on the path to `content`.
+        within: ids of the values that contain `content`.
+    """
     if id(content) in within:
         yield f"{'.'.join(map(str, above))}: contains itself; write out its value"
         return
@@ -460,7 +465,7 @@ def section(name: str, kind: Any) -> Any:
     """Return the resolved parameters at the dotted path `name`, parsed as the type `kind`.
 
     Raises:
-        ParamsError: they have mistakes; the message lists all.
+        ParamsError: these parameters have mistakes; the message lists all of them.
     """
     content: Any = resolved()
     for key in name.split("."):
@@ -471,7 +476,7 @@ def section(name: str, kind: Any) -> Any:
 
 
 def resolved() -> dict[str, Any]:
-    """Load the parameters that stages read: resolved.yaml, or params.yaml in a folder without a pipeline.
+    """Load the parameters that stages read, from resolved.yaml; if it and dvc.yaml are missing, from params.yaml.
 
     Raises:
         ParamsError: the file is missing or is not a YAML mapping.
@@ -489,7 +494,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
     """Parse `content` as the type `kind`, strictly: a string is not accepted for a number.
 
     Raises:
-        ParamsError: there are mistakes; each has a line of the message, with its path and a correction.
+        ParamsError: there are mistakes. The message has a line for each, with its path and a correction.
     """
     try:
         return TypeAdapter(kind).validate_json(as_json(content), strict=True)
@@ -498,9 +503,9 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
 
 
 def as_json(content: Any) -> str:
-    """Return YAML content as JSON for a strict type: JSON accepts a list for a tuple; every other type must match.
+    """Return YAML content as JSON, since pydantic's strict mode accepts a list for a tuple only if it parses JSON.
 
-    A value that JSON cannot express, such as a date, becomes a mapping that every section refuses with its path.
+    A value that JSON cannot express, such as a date, becomes a mapping that every type refuses, with the value's path.
     """
     return json.dumps(content, default=lambda value: {"neither text nor number": str(value)})
 
@@ -546,10 +551,10 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[str], list[str]]:
-    """Return the path of a mistake as keys, and the missing keys that the mapping around the mistake may have.
+    """Return the path of a mistake as a list of keys, and the valid keys that the mapping around the mistake lacks.
 
     Args:
-        loc: path in an error of pydantic. It also has the tags of members of a union, which the result leaves out.
+        loc: path in pydantic's error. It also contains the tag of each union member, which the result leaves out.
     """
     path: list[str] = []
     free: list[str] = []

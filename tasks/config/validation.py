@@ -103,7 +103,14 @@ def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
 
 
 def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | None]:
-    """Return name → recipe for all recipes, or None for a recipe with mistakes. Append the mistakes to `lines`."""
+    """Parse the built-in recipes and those of params.yaml, `own`. Append mistakes to `lines`.
+
+    Args:
+        recovery: the section recovery of params.yaml: recovery settings for all recipes, which their own override.
+
+    Returns:
+        name → recipe, or None if the recipe has mistakes.
+    """
     from eckart.recipe import Recipe, complete, recipes
     from eckart.recovery import Recovery
 
@@ -128,10 +135,10 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
 
     Args:
         typed: section → typed object, or None if the section has mistakes.
-        content: sections with defaults as plain data. They are read where possible, so that another mistake in a
-            section does not hide a contradiction.
-        stated: params.yaml without defaults. Only recipes that it defines or uses are checked: in other built-in
-            recipes, the common `recovery` may cause the contradiction.
+        content: sections as plain data, with defaults. They are read instead of `typed` where possible, so that another
+            mistake in a section does not hide a contradiction.
+        stated: params.yaml as plain data, without defaults. Only recipes that it defines or uses are checked, since the
+            common `recovery` may contradict an unused built-in recipe.
     """
     from eckart.recipe import contradictions
 
@@ -217,7 +224,7 @@ def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Ma
 
 
 def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each value that does not fit the task: metric, columns, options, or parts of other sections."""
+    """Yield a line for each value, in the section data or in another one, that does not fit the task."""
     kind = task_class(task)
     if isinstance(metric, str) and metric not in kind.metrics:
         yield f"data.metric: {metric} is not a metric of {task}; write one of {', '.join(kind.metrics)}"
@@ -238,7 +245,7 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
-    """Yield a line for each column that the task needs but is null, or that is named but the task cannot use."""
+    """Yield a line for each column that is null although the task needs it, or named although the task refuses it."""
     if not isinstance(columns, dict):
         return
     kind = task_class(task)
@@ -255,7 +262,7 @@ def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
 
 
 def _unsupported_pairs(targets: schema.TargetPatterns, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """Yield a line for each method that cannot compress targets of two linear layers, if `targets` asks for them."""
+    """Yield a line for each method that cannot compress a pair of linear layers, if `targets` asks for such pairs."""
     for option in ("products", "tied"):
         for name, recipe in recipes.items() if getattr(targets, option) else ():
             for method in recipe.methods:

@@ -15,7 +15,7 @@ from tasks.config.schema import PARAMS
 
 
 def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
-    """Write `changes`, nested mappings, into the file `path`; the rest of the file does not change."""
+    """Write `changes`, which may be nested, into the YAML file `path`. The rest of the file does not change."""
     content = yaml().load(path.read_text())
     change(content, changes)
     text = io.StringIO()
@@ -24,20 +24,20 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
 
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes`, nested mappings, into `content`."""
+    """Write `changes`, which may be nested, into the mapping `content`."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
         elif isinstance(value, list) and isinstance(content.get(key), list):
-            content[key][:] = value  # the same list object, which knows its layout
+            content[key][:] = value  # keeps the list object, which stores its layout
         elif key not in content and isinstance(content, CommentedMap) and not isinstance(value, Mapping):
-            content.insert(0, key, value)  # after the last key it would stand below the empty line that ends a section
+            content.insert(0, key, value)  # as the last key, it would come after the empty line that ends the section
         else:
             content[key] = value
 
 
 def yaml() -> YAML:
-    """Return a reader and writer of YAML in the style of params.yaml: lines are not wrapped, null is written out."""
+    """Return a YAML reader and writer in the style of params.yaml: it wraps no lines, and writes null as a word."""
     editor = YAML()
     editor.width = 4096
     editor.preserve_quotes = True

@@ -13,11 +13,11 @@ from tasks.artifacts.task_spec import Split
 if TYPE_CHECKING:
     from tasks.config.schema import Data
 
-_FEW = 20  # whole numbers with more distinct values than this are a scale, not classes
+_FEW = 20  # labels that are whole numbers with more distinct values than this are measurements, not classes
 
 
 def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[Any] = ()) -> dict[Any, int]:
-    """Return the id of each class: its position in `names`, or among the training labels if `names` is empty.
+    """Return class → id: its position in `names` or, if `names` is empty, among the classes of the training split.
 
     Raises:
         StageError: train has a single class, or a split has a class without an id.
@@ -35,7 +35,11 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
 
 
 def names_in_source(cells: pd.Series) -> list[Any]:
-    """Return the class names that the source defines for a column of lists, in the order of their ids; [] if none."""
+    """Return the class names that the source defines, in the order of their ids, or [].
+
+    Args:
+        cells: column of which each cell is a list of labels.
+    """
     first = cells.iloc[0]
     return list(first.categories) if isinstance(first, pd.Categorical) else []
 
@@ -47,8 +51,8 @@ def is_numeric(labels: pd.Series) -> bool:
 def few_values(labels: pd.Series) -> bool:
     """Whether the labels look like classes.
 
-    Numbers do if they are whole and have at most 20 distinct values. Other labels do if a value occurs at least twice
-    on average.
+    Numbers look like classes if they are whole and have at most 20 distinct values. Other labels do if each distinct
+    label occurs at least twice on average.
     """
     distinct = labels.astype(str).nunique()
     if is_numeric(labels):

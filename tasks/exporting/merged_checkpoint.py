@@ -1,4 +1,4 @@
-"""Export a candidate as a dense checkpoint for tools that cannot load factors. It is as large as the original."""
+"""Export a candidate as a dense checkpoint, as large as the original model, for tools that cannot load factors."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tasks.exporting.onnx import folder_of
 from tasks.models.model_io import UNLOADABLE, load, random_inputs
 from tasks.runtime.stage_runner import StageError, quiet
 
-_ROUNDING = 1e-4  # allowed difference ÷ largest output: merging changes the order of float32 sums
-_ROWS, _TOKENS = 4, 16  # of the inputs for the comparison; fewer tokens if the model has fewer positions
+_ROUNDING = 1e-4  # allowed difference ÷ largest output, because merging changes the order of float32 sums
+_ROWS, _TOKENS = 4, 16  # shape of the inputs for the comparison; fewer tokens if the model has fewer positions
 
 
 def to_plain(name: str, folder: Path) -> str:
-    """Write a candidate, with its factors multiplied out, and its tokenizer to `folder`.
+    """Multiply out the factors of a candidate, and save the dense model with its tokenizer in `folder`.
 
     The weights keep their dtype.
 
     Args:
-        name: a candidate, or the path of a Hugging Face folder.
-        folder: new folder.
+        name: name of a candidate, or path of a Hugging Face folder.
+        folder: path of the new folder.
 
     Returns:
         a report for the user.
 
     Raises:
-        StageError: there is no such candidate, it is not factorized, transformers has no class for it, `folder` exists,
-            or the merged model gives other outputs.
+        StageError: there is no such candidate, it is not factorized, transformers has no class for it, `folder` exists
+            or cannot be written, or the merged model gives other outputs.
     """
     if folder.exists():
         raise StageError(f"{folder} exists: name a new folder")
@@ -75,7 +75,7 @@ def to_plain(name: str, folder: Path) -> str:
 
 
 def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Return name → output, for the outputs that are tensors `(rows, …)`."""
+    """Run the model; return name → output for those of its outputs that are tensors, `(rows, …)`."""
     with eval_mode(model), torch.inference_mode():
         outputs = model(**inputs)
     return {name: values for name, values in outputs.items() if isinstance(values, Tensor)}

@@ -22,14 +22,18 @@ from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Rows, score_on, write_rows
 
-_EXAMPLES = 256  # most examples of a split
-_BATCH = 32  # examples
-# Most blocks of a split for language models. They are run one by one: each token has logits for the whole vocabulary.
+_EXAMPLES = 256  # maximum number of examples that are taken from a split
+_BATCH = 32  # examples per batch
+# The same maximum for language models, whose examples are blocks. They are run one by one, since each token has logits
+# for the whole vocabulary.
 _BLOCKS = {"test": 8, "calibration": 16}
 
 
 def export_and_score(name: str, folder: Path) -> None:
-    """Write the model in `folder` as ONNX, in float32 and in int8, and score both on the test split.
+    """Export the model in `folder` to ONNX with float32 and with int8 weights, and score both on the test split.
+
+    Args:
+        name: name of the candidate, or `dense` for the original model.
 
     Raises:
         StageError: the model cannot be exported.
@@ -42,14 +46,14 @@ def export_and_score(name: str, folder: Path) -> None:
     with output(ONNX / name) as out:
         try:
             onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _examples("test", model, tokenizer))
-            from eckart.onnx.int8 import quantize  # needs the extra, which `export` has checked
+            from eckart.onnx.int8 import quantize  # needs eckart[onnx], which `onnx.export` has checked
 
             calibration = _examples("calibration", model, tokenizer)
             quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
             for runtime, file in ONNX_FILES.items():
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
-                parts = out.glob(f"{file}*")  # large models store their weights beside the file
+                parts = out.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
                 files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
                 rows[runtime] = {"test": scored.rows}
         except onnx.ExportError as error:
@@ -60,10 +64,10 @@ def export_and_score(name: str, folder: Path) -> None:
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
-    """Export a model as an ONNX file, and compare its outputs with those of torch.
+    """Export a model to an ONNX file, and compare the outputs in onnxruntime with those in torch.
 
     Args:
-        name: a candidate, or the path of a Hugging Face folder.
+        name: name of a candidate, or path of a Hugging Face folder.
         file: path of the new file.
         int8: whether to store the weights as int8.
 
@@ -71,7 +75,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         a report for the user.
 
     Raises:
-        StageError: there is no such model, or it cannot be exported; an older `file` is kept.
+        StageError: there is no such model, or it cannot be exported. If `file` existed before, it is unchanged.
     """
     if file.suffix != ".onnx" or file.is_dir():
         raise StageError(f"{file}: write a file name that ends with .onnx")
@@ -120,7 +124,7 @@ def folder_of(name: str) -> Path:
 def _examples(
     split: Literal["test", "calibration"], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Batch]:
-    """Yield batches of the first examples of a split; nothing if the split does not exist."""
+    """Yield the first examples of a split in batches; yield nothing if the split does not exist."""
     if (SPLITS / f"{split}.parquet").exists():
         task, data = load_task(), encoded(split, tokenizer)
         count, size = (_BLOCKS[split], 1) if kind_of(task).running_text else (_EXAMPLES, _BATCH)

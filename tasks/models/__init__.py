@@ -1,1 +1,1 @@
-"""Models of a study: load the base model with its head and licence; load and measure the models of stages."""
+"""Models of a study: load the base model with its head and licence; load and measure the models that stages wrote."""

@@ -73,7 +73,7 @@ def load_base(params: Model, task: Task) -> Base:
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
                 options["quantization_config"] = GgufConfig(dequantize=True)
-                stack.enter_context(redirect_stderr(StringIO()))  # a progress bar that nothing else turns off
+                stack.enter_context(redirect_stderr(StringIO()))  # hides a progress bar that no option turns off
             model, loading = kind.auto.from_pretrained(
                 source,
                 use_safetensors=True,
@@ -106,7 +106,7 @@ def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
-    """Raise StageError if the model was trained with a prefix, as T5 was, and data.prefix does not say which to use."""
+    """Raise StageError if the model was trained with a prefix before each text, as T5 was, and data.prefix is null."""
     prefix = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
     if prefix.strip() and task.prefix is None:
         raise StageError(
@@ -127,9 +127,9 @@ def _reason(error: str) -> str:
 
 
 def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub id of a model for `from_pretrained`, and an option that names its file, if it is GGUF.
+    """Return the folder or hub id of a model for `from_pretrained`, and the option `gguf_file` if it is a GGUF file.
 
-    A folder from a Python package exists only while `stack` is open.
+    If the model is in a Python package, its folder exists only until `stack` is closed.
 
     Raises:
         StageError: the model does not exist, or lies outside models/base, so that DVC would not see it change.
@@ -145,5 +145,8 @@ def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
 
 
 def _folder(path: Path) -> tuple[str, dict[str, str]]:
-    """Return `path` and no options; for a GGUF file, which also holds config and tokenizer, its folder and its name."""
+    """Return `path` and no options or, for a GGUF file, its folder and the option with the file's name.
+
+    A GGUF file also holds the config and the tokenizer.
+    """
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})

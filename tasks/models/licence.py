@@ -29,6 +29,6 @@ def stated(source: str | Path, revision: str | None = None) -> Licence:
 
 
 def write(folder: Path, licence: Licence) -> None:
-    """Write the licence, if there is one, into the card in `folder`."""
+    """Write the licence, if there is one, into the model card in `folder`."""
     if licence:
         metadata_save(folder / _CARD, licence)

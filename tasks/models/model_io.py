@@ -1,4 +1,4 @@
-"""Load models that stages wrote, check their files, and measure their size."""
+"""Load models that stages wrote, check models before they are used, and measure their size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import StageError
 
 TEACHER = Path("models/teacher")
 UNTAUGHT = Path("models/untaught")
-"""The base model with a head for the task, before it learned the task."""
+"""Folder of the base model with a head for the task, before it is fine-tuned on the task."""
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 """`source` of a recipe → folder of the dense model to compress."""
 CONTROL = Path("models/control")
@@ -53,8 +53,8 @@ def load(
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
     """Raise OSError if transformers would read weights from a pickle, which could run code.
 
-    `use_safetensors=True` is not enough: transformers reads any file that a model's config or index names, and for an
-    adapter any file that it finds.
+    The option `use_safetensors=True` does not ensure this: transformers reads whatever files a model's config or index
+    names, and for an adapter any file that it finds.
 
     Args:
         source: a folder, or the id of a model on the hub.
@@ -78,7 +78,7 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
-    """Check that `model` has positions for examples of `tokens` tokens; longer ones fail deep inside the model.
+    """Check that `model` has positions for `tokens` tokens. If it had too few, its forward pass would fail obscurely.
 
     Args:
         parameter: name of the parameter in params.yaml that sets `tokens`.

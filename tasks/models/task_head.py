@@ -34,10 +34,10 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
     """
     task, names = task_class(kind), _outputs(config)
     unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
-    # If the config names no class, names of outputs show that there is a head, which may be one for the task.
+    # If the config names no model class, but names the outputs, there is a head, and it may be one for the task.
     name = (config.architectures or ["" if unnamed else task.head_class])[0]
     if not name.endswith(task.head_class):
-        # A head of another kind may have the same name and shape.
+        # "other" if it is a head for labels: weights of equal name and shape were loaded, but must not be kept.
         return "other" if task.problem_type and name.endswith(_HEADS_OF_LABELS) else "none"
     if not task.problem_type:
         return "known"
@@ -55,7 +55,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
 
 
 def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
-    """Return a sentence on what is done with the head; empty if there is none or its outputs are the task's labels."""
+    """Return a sentence on what is done with the head; "" if there is no head or its outputs are the task's labels."""
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
@@ -81,11 +81,15 @@ def _other_task(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str])
 
 
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading: Mapping[str, Any]) -> str:
-    """Reorder the outputs of a head like the labels, or initialize it if it does not fit; return a sentence on it.
+    """Reorder the outputs of the head in the order of the labels, or initialize the head anew if it does not fit.
 
     Args:
-        config: the config of the base model.
+        model: the base model, loaded with a head for the task.
+        config: the config that the base model was saved with.
         loading: transformers' report on the loading, with the weights that it skipped because of their shape.
+
+    Returns:
+        a sentence on what was done with the head, or "".
 
     Raises:
         StageError: the shape of a weight outside the head contradicts the config.
@@ -121,13 +125,13 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
 
 
 def write_note(folder: Path, sentence: str) -> None:
-    """Write the sentence on the head into the folder of the teacher, unless it is empty."""
+    """Write a sentence on what was done with the head into the folder of the model, unless it is empty."""
     if sentence:
         (folder / _FILE).write_text(f"{sentence}\n")
 
 
 def read_note(folder: Path) -> str:
-    """Return the sentence that `write_note` wrote; empty if there is none."""
+    """Return the sentence that `write_note` wrote into `folder`; "" if there is none."""
     file = folder / _FILE
     return file.read_text().strip() if file.exists() else ""
 

@@ -15,11 +15,14 @@ from tasks.scoring.bootstrap import Interval, interval
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high", "spread")
 _REFERENCES = {"dense model": DENSE, CONTROL_NAME: CONTROL}
-"""Names of models that are no recipes. They contain a space, so no recipe has such a name."""
+"""Models other than candidates: name → key. The names contain a space, which no name of a recipe does."""
 
 
 def mean_difference(seeds: Mapping[int, Results], model: ScoredModel, reference: ScoredModel) -> Interval:
-    """Return the interval of model minus reference, averaged over the seeds, which have the same test examples."""
+    """Return the interval of the difference in the test metric, model minus reference, averaged over the seeds.
+
+    All seeds must have the same test examples.
+    """
     model_mean, reference_mean = (
         np.mean([results.resampled[key] for results in seeds.values()], axis=0) for key in (model, reference)
     )
@@ -27,11 +30,12 @@ def mean_difference(seeds: Mapping[int, Results], model: ScoredModel, reference:
 
 
 def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
-    """Return a row for each pair of models, separately for each keep and for factorized and recovered models.
+    """Return a DataFrame with a row for each pair of models at a keep, once before and once after recovery.
 
-    The original model and the control are compared with both the factorized and the recovered models, as `first`.
-    `difference` is the metric of `first` minus that of `second`, averaged over seeds; `low` and `high` are its interval
-    over test examples; `spread` is the sample standard deviation over seeds (nan with a single seed).
+    The column `model` says which: `factorized` or `recovered`. The original model and the control, which are the same
+    before and after, are in the column `first`. `difference` is the metric of `first` minus that of `second`, averaged
+    over seeds; `low` and `high` are its interval over test examples; `spread` is the sample standard deviation over
+    seeds (nan with a single seed).
     """
     first = next(iter(seeds.values()))
     lines: list[tuple[str | float, ...]] = []
@@ -49,7 +53,7 @@ def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
-    """Yield for each keep a phrase that names the best recipe and those that are not significantly different."""
+    """Yield a phrase for each keep: the best recipe, and the recipes that are not significantly different from it."""
     goodness = METRICS[rows.metric.iloc[0]].goodness
     recovered = pairs[pairs.model == "recovered"]
     undecided = recovered.loc[[Interval(*ends).sign == 0 for ends in zip(recovered.low, recovered.high, strict=True)]]

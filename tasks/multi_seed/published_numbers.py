@@ -1,4 +1,4 @@
-"""Numbers cited from papers, for a table of their own: they are never mixed with measured numbers."""
+"""Numbers cited from papers. They are printed in a table of their own, never mixed with measured numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Published(Section):
     method: Words
     """The name of the method in the paper."""
     keep: Share | None
-    """Parameter ratio of the target layers; None if the paper does not state it."""
+    """Share of the target layers' parameters that is kept; None if the paper does not state it."""
     units: Literal["percent", "metric"]
     """Units of the scores: the metric itself, or percent (100 × the metric)."""
     note: Words | None
@@ -36,14 +36,17 @@ class Published(Section):
     scores: Annotated[dict[Words, float], Field(min_length=1)] | None = None
 
     def points(self, name: str | None, metric: MetricName | None) -> float | None:
-        """Return the score for a task, a benchmark or the study (None), × 100 if it lies between -1 and 1."""
+        """Return the row's score for a task, a benchmark or the study (`name` is None); None if the row has none.
+
+        If the metric lies between -1 and 1, the score is returned in percent.
+        """
         value = self.score if name is None else (self.scores or {}).get(name)
         scaled = self.units == "metric" and metric is not None and METRICS[metric].bounded
         return 100 * value if scaled and value is not None else value
 
 
 def mistakes(rows: Sequence[Published], metrics: TaskMetrics) -> Iterator[str]:
-    """Yield messages on mistakes in published rows."""
+    """Yield a message for each mistake in the published rows."""
     for position, row in enumerate(rows):
         path = f"published.{position}"
         if (row.score is None) == (row.scores is None):
@@ -75,9 +78,10 @@ def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
 
 
 def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the lines of the table. The last column has the number of a note in `notes`, from 1.
+    """Return the header and the lines of the table of published numbers.
 
-    Columns of scores are the tasks or, in a study without tasks, the study's own metric and benchmarks of the paper.
+    The last column refers to the row's note by its position in `notes(rows)`, from 1. The columns of scores are the
+    tasks or, in a study without tasks, the study's own metric and benchmarks of the paper.
     """
     columns: dict[str | None, str] = {name: str(name) for name in metrics}
     if None in metrics:
@@ -100,11 +104,11 @@ def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], l
 
 
 def notes(rows: Sequence[Published]) -> list[str]:
-    """Return the distinct notes."""
+    """Return the distinct notes of the rows, in order of appearance."""
     return list(dict.fromkeys(row.note for row in rows if row.note))
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """Format the mean over the tasks with a score, with their number if some are missing."""
+    """Format the mean of the scores that exist; if some are missing (None), add the number of those that exist."""
     present = [value for value in values if value is not None]
     return f"{sum(present) / len(present):.2f}" + (f" of {len(present)}" if len(present) < len(values) else "")

@@ -50,8 +50,8 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Collect the results of all seeds from their workspaces.
 
     Returns:
-        A frame with a row per seed and candidate (the columns of reports/comparison.csv and relative numbers), and the
-        frame of `pairwise_differences.differences`.
+        Two DataFrames. The first has a row per seed and candidate, with the columns of reports/comparison.csv and
+        numbers relative to the original model and the control. `pairwise_differences.differences` makes the second.
     """
     seeds: dict[int, Results] = {}
     for seed, folder in folders.items():
@@ -96,7 +96,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
 
 
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the lines of the table, one per candidate, sorted by keep (largest first) and metric."""
+    """Return the header and the lines of the table, one per candidate: largest keep first, then best metric first."""
     metric = METRICS[rows.metric.iloc[0]]
     unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored), *(f"of {name}, %" for name in REFERENCES)]
@@ -143,17 +143,18 @@ def _one_decimal(values: pd.Series[float]) -> str:
 
 
 def _spread(values: pd.Series[float], text: Callable[[float, float | None], str]) -> str:
-    """Format mean and sample standard deviation (None for a single seed) with `text`; a dash if a value is missing."""
+    """Format the mean and the sample standard deviation (None for one seed) by `text`; a dash if a value is missing."""
     if values.empty or values.isna().any():
         return "–"
     return text(values.mean(), values.std() if len(values) > 1 else None)
 
 
 def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of a table of all tasks, as papers print GLUE: a line per candidate, a column per task.
+    """Return the header and lines of the table of all tasks, laid out as papers print results on GLUE.
 
-    The original model comes first. Metrics between -1 and 1 are printed × 100. If all metrics are, the last column is
-    their mean over the tasks, for the seeds that all tasks have. A missing value, or a mean with one, is a dash.
+    Each candidate has a line, each task a column. The original model comes first. Metrics between -1 and 1 are printed
+    × 100. If all tasks have such metrics, the last column is their mean over the tasks, for the seeds that all tasks
+    have. A dash stands for a missing value.
     """
     points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
     signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
@@ -176,7 +177,10 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
 
 
 def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
-    """Return the recovered metrics, × 100 if between -1 and 1: a row per candidate and seed, a column per task."""
+    """Return a DataFrame of the metrics after recovery: a row per candidate and seed, a column per task.
+
+    The original model has rows, too. Metrics between -1 and 1 are multiplied by 100.
+    """
     dense = rows.drop_duplicates(["task", "seed"]).assign(
         recipe=DENSE[0], keep=DENSE[1], recovered=lambda frame: frame.dense
     )
@@ -187,7 +191,7 @@ def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
 
 
 def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of the table of zero-shot tasks (of lm-eval); the original model comes first."""
+    """Return the header and lines of the table of lm-eval's zero-shot tasks; the original model comes first."""
     columns = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
     factors = {name: 1 if name.endswith(("perplexity", "bits_per_byte")) else 100 for name in columns}
     seeds = rows.drop_duplicates("seed")
@@ -211,13 +215,13 @@ def page(
     name: str,
     command: str,
 ) -> tuple[pd.DataFrame, str]:
-    """Return the rows of all tasks, and the page as Markdown, with all tables and published numbers.
+    """Return a DataFrame with the rows of all tasks, and the page as Markdown, with all tables and published numbers.
 
-    Above each table are the settings of its study, without date or path. Times are those of this machine.
+    Above each table are the settings of its study, without date or path. The page names this machine.
 
     Args:
-        studies: one for each task.
-        rows, pairs: task → the frames from `collect`.
+        studies: the study of each task.
+        rows, pairs: task → the first and the second frame that `collect` returns.
         name: name of the study. The page links to NAME.csv and NAME.pairs.csv, which must be in the same folder.
         command: the command that made the page.
     """
@@ -239,7 +243,7 @@ def page(
 
 
 def _part(rows: pd.DataFrame, pairs: pd.DataFrame, study: StudyFile) -> list[str]:
-    """Return the blocks of one task: settings, tables and trials."""
+    """Return the part of the page on one task, as Markdown blocks: settings, tables and trials."""
     facts = {"Best after recovery": "; ".join(leaders(pairs, rows)) + "."} | _facts(rows, study.params)
     blocks = ["\n".join(f"- {topic}: {fact}" for topic, fact in facts.items()), _table(*cells(rows))]
     heads, lines = zero_shot(rows)
@@ -281,7 +285,7 @@ def _change_text(change: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _cited(study: StudyFile, metrics: TaskMetrics) -> list[str]:
-    """Return the blocks with the published numbers; [] if there are none for these tasks."""
+    """Return the Markdown blocks with the published numbers; [] if there are none for these tasks."""
     cited = published_numbers.beside(study.published, metrics)
     if not cited:
         return []
@@ -323,7 +327,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
-    """Describe the distinct settings of recovery fine-tuning, each with the recipes that have it, unless all do."""
+    """Describe each distinct setting of recovery fine-tuning, with its recipes unless all recipes have this setting."""
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
@@ -346,7 +350,7 @@ def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:
-    """Write the page and, in the same folder, rows and differences as CSV files; return the paths of all files."""
+    """Write the page (`text`) to `table`, and rows and pairs as CSV files beside it; return the paths of all files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): pairs}

@@ -40,11 +40,11 @@ class StudyFile:
     published: tuple[Published, ...] = ()
     """Published numbers that the file cites for all tasks."""
     trials: Trials | None = None
-    """The trials to run first; None if there are none, or they have finished."""
+    """The trials to run before the study; None if the file asks for none, or they have finished."""
     tried: tuple[Trial, ...] = ()
     """Results of finished trials. The best trial of each recipe is already in `params`."""
     suffix: str = ""
-    """Suffix of the name; only the study that runs trials has one."""
+    """Suffix of the study's name; only the study that runs trials has one."""
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     """Load and check the file of a study, and return the study of each task.
 
     Args:
-        seeds: replaces the seeds in the file, unless empty.
+        seeds: the seeds to use instead of those in the file; empty: those in the file.
         tasks: names of the tasks to return; all tasks if empty.
 
     Raises:

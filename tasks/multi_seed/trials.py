@@ -50,7 +50,7 @@ class Trial:
 
 
 def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
-    """Return the parameters of the study that runs the trials of the study with the parameters `content`."""
+    """Return the parameters of a study that runs the trials. `content`: parameters of the study after the trials."""
     recipes = {
         name: merge(content["recipes"][recipe], change)
         for recipe in asked.recipes
@@ -67,13 +67,16 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
 
 
 def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
-    """Yield (name, change) of each trial of a recipe. Without a change, its name is the recipe's, to share stages."""
+    """Yield (name, change) of each trial of a recipe. A trial without a change has the recipe's name and stages."""
     for number, change in enumerate(asked.recipes[recipe], start=1):
         yield f"{recipe}_trial{number}" if change else recipe, change
 
 
 def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
-    """Yield mistakes in trials, placed as in the study's file. `content` are the parameters of the study, resolved."""
+    """Yield a message for each mistake in the trials, with its place in the study's file.
+
+    `content` has all parameters of the study, including defaults.
+    """
     unused = [recipe for recipe in asked.recipes if recipe not in content["study"]["recipes"]]
     if unused:
         yield from (
@@ -89,9 +92,9 @@ def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
 
 
 def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
-    """Return the results of all trials, in the order of the study's file. For each recipe the best is chosen.
+    """Return the results of all trials, in the order of the study's file, with the best trial of each recipe chosen.
 
-    In a tie, the first trial is chosen. `workspace` is that of the finished study that ran the trials.
+    In a tie, the first trial is chosen. `workspace` is the folder of the finished study that ran the trials.
     """
     trials: list[Trial] = []
     for recipe, changes in asked.recipes.items():

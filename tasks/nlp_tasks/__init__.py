@@ -1,4 +1,4 @@
-"""The registry of NLP tasks: a task's name in params.yaml is the name of its module.
+"""The registry of NLP tasks. The name of a task in params.yaml is the name of its module in this folder.
 
 `data.task: token_classification` selects the class TokenClassification in `tasks/nlp_tasks/token_classification.py`. To
 add a task, add such a file. A task's module is imported only when that task is used, so a stage depends on the code of

@@ -38,15 +38,17 @@ def predict(
     read: Callable[[Any, Batch], tuple[Tensor, ...]],
     **generation: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Run a model on all examples of `data`, batching examples of similar length.
+    """Run a model on all examples of `data`, in batches of examples of similar length.
 
     Args:
-        read: function that selects the tensors to keep, `(batch, …)` each, from a model's outputs and the batch.
-        generation: arguments of `generate`. If given, the model generates, and `read` gets the token ids
-            `(batch, tokens)` instead of outputs; those of an encoder-decoder begin with its start token.
+        read: function that selects the tensors to keep, `(batch, …)` each, from the model's outputs and the batch.
+        generation: arguments of `model.generate`. If there are any, the model generates text, and `read` gets the
+            generated token ids `(batch, tokens)` instead of the model's outputs. Those of an encoder-decoder begin with
+            its start token.
 
     Returns:
-        The arrays selected by `read`, for all examples in their order. Shorter batches are padded with -100.
+        An array for each tensor that `read` selects, with all examples in the order of `data`. Batches with fewer
+        tokens than the longest are padded with -100.
 
     Raises:
         StageError: an output is not finite.
@@ -80,12 +82,12 @@ def place(model: PreTrainedModel) -> str:
 
 
 def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for inputs of the model: the CPU if accelerate, which moves inputs, offloaded the weights."""
+    """Return the device for the model's inputs. If accelerate offloads weights, it moves inputs, so this is the CPU."""
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the batches after padding each with -100 to the longest."""
+    """Pad the arrays of all batches with -100 to the same number of tokens, and concatenate them."""
     if parts[0].ndim == 1:
         return np.concatenate(parts)
     width = max(part.shape[1] for part in parts)

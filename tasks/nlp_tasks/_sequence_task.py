@@ -16,10 +16,10 @@ from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored, Tokenizer
 
 
 class SequenceTask(NlpTask):
-    """Task with one answer per text: a subclass computes metrics, loss and answers from the outputs for all rows.
+    """Task with one answer per text. A subclass computes metrics, loss and answers from the model's outputs.
 
-    In all methods, `outputs` are the model's logits `(rows, num_labels)`, and `labels` the array of what `targets`
-    returns.
+    In all methods, `outputs` are the model's logits for all examples, `(rows, num_labels)`, and `labels` is the result
+    of `targets` as an array.
     """
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
@@ -53,7 +53,7 @@ class SequenceTask(NlpTask):
 
     @abstractmethod
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
-        """Return the mean loss over rows. It is not a mean over batches, as the last batch may be smaller."""
+        """Return the mean loss over examples. The mean over batches would differ, as the last batch may be smaller."""
 
     @abstractmethod
     def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:

@@ -33,7 +33,7 @@ class Classification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels look like classes: few whole numbers or repeated strings, but not sets of labels."""
+        """Whether labels look like classes: a few whole numbers, or strings that repeat, but no sets of labels."""
         return labels is not None and few_values(labels) and not has_sets(labels)
 
     @classmethod

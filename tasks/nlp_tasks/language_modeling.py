@@ -43,7 +43,7 @@ class LanguageModeling(NlpTask):
     calibration_labels: ClassVar = ("given", "drawn")
     running_text: ClassVar = True
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
-    auto_class: ClassVar = "AutoModelForCausalLM"  # its mean loss is right because all blocks have the same length
+    auto_class: ClassVar = "AutoModelForCausalLM"  # its loss is also the mean over blocks, as all have the same length
     pipeline: ClassVar = "text-generation"
     trivial_answer: ClassVar = "the frequencies of tokens in the training text"
     answer_columns: ClassVar = {"loss": {**NUMBER, "required": False}, "continuation": {**STRING, "required": False}}
@@ -54,16 +54,16 @@ class LanguageModeling(NlpTask):
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Replace rows of white space, which copies of WikiText on the hub have, with empty strings."""
+        """Replace missing rows and rows of white space with empty strings: copies of WikiText on the hub have some."""
         text = frame["text"].fillna("")
         text = text.where(text.astype(str).str.strip() != "", "")
         return super().prepare(frame.assign(text=text), names, source)
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return blocks of `max_length` tokens. The labels are the blocks themselves, since models shift labels.
+        """Return blocks of `max_length` tokens. The labels equal the blocks, since the model itself shifts them by one.
 
-        If there are more blocks than data.sizes asks for, a sample is drawn by their hashes. Calibration blocks are a
-        sample of the training blocks.
+        If there are more blocks than data.sizes allows, those with the lowest hashes are taken, which is a random
+        sample. Calibration blocks are a sample of the training blocks.
 
         Raises:
             StageError: the text is shorter than a block.
@@ -116,8 +116,8 @@ class LanguageModeling(NlpTask):
     ) -> list[Answers]:
         """Return for each row the mean loss of its tokens and, if `continuation` > 0, the model's continuation.
 
-        Each row is cut into its own blocks; the last may be shorter. The loss is None if a row has no token to predict,
-        and the continuation is None if a row has no token.
+        Each row is cut into blocks of its own, of which the last may be shorter. The loss is None if a row has no token
+        to predict, and the continuation is None if a row has no token at all.
         """
         place(model.eval())
         answers: list[Answers] = []
@@ -177,7 +177,7 @@ class LanguageModeling(NlpTask):
         self._room(model, continuation)
 
     def _room(self, model: PreTrainedModel, continuation: int) -> int:
-        """Return how many tokens of a text the model may read if its positions must also hold the continuation.
+        """Return how many tokens of a text the model may read, so that its positions suffice for the continuation, too.
 
         Raises:
             ValueError: the continuation alone needs all positions.
@@ -192,7 +192,7 @@ class LanguageModeling(NlpTask):
         return int(min(self.spec.max_length, positions - continuation))
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict each token with a unigram model: its count in the training blocks plus one, normalized."""
+        """Score a unigram model: a token's probability is its count in the training blocks plus one, normalized."""
         seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
         blocks = np.array(self.columns(frame, tokenizer, "test")["input_ids"])
         counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
@@ -204,7 +204,7 @@ class LanguageModeling(NlpTask):
 
 
 def _pieces(rows: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of the text, some rows at a time: all at once would take memory of 100 times its size."""
+    """Yield the token ids of the joined rows in pieces: tokenizing all at once takes 100 times the text's memory."""
     for start in range(0, len(rows), _ROWS):
         piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)

@@ -45,7 +45,7 @@ class MultiLabelClassification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels are lists, or strings separated by |, that repeat, and texts are not lists of words."""
+        """Whether cells hold sets of labels (lists, or strings with |) that repeat, and texts are no lists of words."""
         if labels is None or not has_sets(labels) or texts.map(pd.api.types.is_list_like).any():
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
@@ -103,7 +103,7 @@ class MultiLabelClassification(SequenceTask):
         ]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict the most frequent set of labels in train for every example; the first set in a tie."""
+        """Predict for every example the set of labels that is most frequent in train; in a tie, the first of them."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
         true, guess = self.targets(frame["label"]), self.targets(pd.Series([most] * len(frame)))
         return pd.DataFrame({"label": list(np.array(true, int)), "guess": list(np.array(guess, int))})

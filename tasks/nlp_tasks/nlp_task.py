@@ -1,8 +1,8 @@
-"""The base class of NLP tasks: all that Eckart knows about a kind of task is in one subclass, in its own file.
+"""The base class of NLP tasks. A subclass, in a file of its own, holds all that Eckart knows about one kind of task.
 
 A model version in the MLflow registry contains this package and answers with the same code that computes scores. The
-top-level imports of these modules are therefore limited to what such a version requires: torch, transformers, pandas,
-numpy, and (through mlflow) scikit-learn and scipy.
+top-level imports of these modules are therefore limited to the packages that such a version requires: torch,
+transformers, pandas, numpy, and (through mlflow) scikit-learn and scipy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Answers = Mapping[str, Any]
 """The model's answer to one example: column of `answer_columns` → value."""
 STRING, NUMBER = {"type": "string"}, {"type": "double"}
 STRINGS, NUMBERS = ({"type": "array", "items": item} for item in (STRING, NUMBER))
-"""Types of the columns of a served version's answers, in the format of MLflow signatures."""
+"""Types of columns in the answers of a served model version, in the format of MLflow signatures."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class NlpTask(ABC):
     trivial_answer: ClassVar[str]
     """The answer of the trivial baseline in words, such as "the most frequent class of the training examples"."""
     answer_columns: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """Columns of a served version's answers: name → type."""
+    """Columns of the answers of a served model version: name → type."""
 
     @abstractmethod
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
@@ -98,7 +98,7 @@ class NlpTask(ABC):
 
     @abstractmethod
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Fit the trivial baseline to `train`, and return its per-example results on `frame`, like `Scored.rows`."""
+        """Fit the trivial baseline to `train`. Return its results on each row of `frame`, as in `Scored.rows`."""
 
     # Data: by default text and text_pair are strings, and labels are not converted.
 
@@ -121,7 +121,7 @@ class NlpTask(ABC):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether `eckart init` chooses this task for these columns. At most one task may return True."""
+        """Whether `eckart init` chooses this task for data with these columns. At most one task may return True."""
         return False
 
     @classmethod
@@ -129,7 +129,7 @@ class NlpTask(ABC):
         """Check and clean the columns text, text_pair and label. Labels are converted later, in `convert_labels`.
 
         Args:
-            names: column → its name in the source, from data.columns.
+            names: column → its name in the source, from data.columns; for error messages.
             source: name of the data set, for error messages.
 
         Raises:
@@ -146,7 +146,7 @@ class NlpTask(ABC):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        """Convert the labels of each split in place, such as to class ids, and return the class names (() if none).
+        """Convert the labels of each split in place, for example to class ids. Return the class names, () if none.
 
         Raises:
             StageError: the labels do not fit the task.
@@ -164,13 +164,13 @@ class NlpTask(ABC):
     numeric_labels: ClassVar[bool] = False
     """Whether labels are numbers, and not classes."""
     own_loss: ClassVar[bool] = True
-    """Whether the model itself returns the mean of `loss`. If not, training computes that mean."""
+    """Whether the loss that the model returns is the mean of `loss` over examples. If not, training computes it."""
     one_graph: ClassVar[bool] = True
-    """Whether the model can be exported as a single ONNX graph; export.recipes must be empty if not."""
+    """Whether the model can be exported as a single ONNX graph. If not, export.recipes must be empty."""
     calibration_labels: ClassVar[tuple[Labels, ...]] = ("given",)
     """Allowed values of importance.labels.
 
-    `drawn` requires the same number of predictions for each example, and `expected` requires one.
+    `drawn` requires that all examples have the same number of predictions, and `expected` that each has exactly one.
     """
 
     def __init__(self, spec: Task) -> None:
@@ -199,36 +199,36 @@ class NlpTask(ABC):
         return {"problem_type": self.problem_type, "num_labels": len(names), "id2label": names, "label2id": ids}
 
     def encode(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Dataset:
-        """Return `columns` as a data set for training."""
+        """Return the result of `columns` as a `datasets.Dataset`, for training."""
         from datasets import Dataset  # not required by a served version
 
         return Dataset.from_dict(dict(self.columns(frame, tokenizer, split)))
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that makes a padded batch from examples."""
+        """Return the function that makes a padded batch of tensors from a list of examples."""
         return DataCollatorWithPadding(tokenizer)
 
     @property
     def loss(self) -> Loss:
-        """The loss with the given labels, summed over the examples of a batch."""
+        """The loss for the labels of the data, summed over the examples of a batch."""
         return mean_loss_times_batch
 
     @property
     def predictions(self) -> Predictions:
-        """Function that returns the logits that distillation compares, without those at padding."""
+        """Function that returns the logits that distillation compares; logits at padding are left out."""
         return logits_of
 
     @property
     def training_loss(self) -> Loss | None:
-        """The loss that is averaged and minimized in training; None to use the loss that the model itself returns."""
+        """The loss whose mean over examples training minimizes; None to minimize the loss that the model returns."""
         return None if self.own_loss else self.loss
 
     def objective(self, labels: Labels = "given") -> Objective:
         """Return the losses and predictions that compression methods use.
 
         Args:
-            labels: labels that gradients of calibration statistics are computed with: the given ones, labels drawn from
-                the model's predictions, or the expectation over labels.
+            labels: labels for the gradients in calibration statistics: those of the data (`given`), labels drawn from
+                the model's predictions (`drawn`), or the expectation over all labels (`expected`).
         """
         drawn = drawn_loss(self.predictions, self.spec.seed)
         return Objective(
@@ -246,25 +246,25 @@ class NlpTask(ABC):
     mean_metrics: ClassVar[tuple[MetricName, ...]] = ()
     """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
-    """Whether even good models are far from a perfect score, so that a large distance from it says nothing."""
+    """Whether even good models are far from a perfect score, so that a low score alone causes no warning."""
     answers_may_differ: ClassVar[bool] = False
     """Whether rounding may change an answer altogether: it may decide between two equally likely tokens of a text."""
     pipeline: ClassVar[str] = "text-classification"
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        """Return a function that computes the study's metric on bootstrap draws of `rows`, which are `Scored.rows`."""
+        """Return a function that computes the study's metric on bootstrap draws of `rows`, the rows of a `Scored`."""
         return mean_of(rows[self.spec.metric])
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
-        """Return the model's answer if all `rows` (of `Scored`) have the same; None if answers differ or are texts."""
+        """Return the model's answer if it is the same in all `rows` of a `Scored`; None if they differ or are texts."""
         return None
 
     def check_room(self, model: PreTrainedModel, continuation: int) -> None:  # noqa: B027
-        """Check that the model has positions for the tokens that a served version generates.
+        """Check that the model has enough positions to generate `continuation` tokens when it is served.
 
         Raises:
-            ValueError: it has too few.
+            ValueError: it has too few positions.
         """
 
     # Helpers for subclasses.
@@ -286,5 +286,5 @@ class NlpTask(ABC):
 
 
 def labelled(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits at the labelled tokens of a batch, `(labelled tokens, classes)`."""
+    """Return the logits at those tokens of a batch that have a label, `(labelled tokens, classes)`."""
     return outputs["logits"][batch["labels"] != IGNORED]

@@ -58,7 +58,7 @@ class QuestionAnswering(NlpTask):
         return {"num_labels": 2}  # start and end, whatever head the base model had
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return the windows as model inputs; if `frame` has labels, with start and end positions of the first answer.
+        """Return the windows as model inputs; if `frame` has labels, add start and end position of the first answer.
 
         Raises:
             StageError: the tokenizer is not a fast one, or a question leaves no room for its context.
@@ -83,7 +83,7 @@ class QuestionAnswering(NlpTask):
         return span_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that makes a batch. It pads on the right, so that start and end positions stay valid."""
+        """Return the function that makes a batch. It pads on the right, to keep start and end positions valid."""
         return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
 
     def score(
@@ -119,7 +119,7 @@ class QuestionAnswering(NlpTask):
         return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Answer every question with the most frequent training answer; the first one in a tie."""
+        """Answer every question with the most frequent training answer; in a tie, with the first of them."""
         counts = Counter(normal(cell["text"][0]) for cell in train["label"])
         most = counts.most_common(1)[0][0]
         return question_scores([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
@@ -137,7 +137,11 @@ def _columns(frame: pd.DataFrame, windows: Sequence[Window], tokenizer: Tokenize
 
 
 def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the positions of the first and last token of the answer between the characters `start` and `end`."""
+    """Return the labels of a window: the positions of the first and last token of the answer.
+
+    Args:
+        start, end: where the answer begins and ends in the context, in characters.
+    """
     begins, ends = window.offsets.T
     context = begins != qa_windows.NOT_CONTEXT
     tokens = np.flatnonzero(context & (ends > start) & (begins < end))
@@ -160,7 +164,7 @@ def mean_loss(windows: Sequence[Window], logits: tuple[np.ndarray, ...], positio
 
 
 def question_scores(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
-    """Return exact match and word F1 of each guess, each with the gold answer for which the score is best."""
+    """Return exact match and word F1 of each guess. Each is the maximum over the gold answers of the question."""
     pairs = list(zip(guesses, golds, strict=True))
     return pd.DataFrame(
         {

@@ -1,7 +1,8 @@
 """Summarization with an encoder-decoder: the encoder reads a document, the decoder generates a summary.
 
 Scores are ROUGE F-measures (Lin, 2004), computed with `rouge_score` and stemming: each generated summary is compared
-with its whole, untruncated reference, and the metric is the mean over rows. Only English letters and digits count.
+with its whole, untruncated reference, and the metric is the mean over examples. ROUGE ignores all characters except
+English letters and digits.
 
 (choice) ROUGE-L treats a summary as one sequence. Papers on CNN/DailyMail often report ROUGE-Lsum, the union over
 sentences, which is larger. For summaries of one sentence, as in XSum, the two are equal.
@@ -59,7 +60,10 @@ class Summarization(NlpTask):
         return ()
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return documents with prefix, cut to `max_length` tokens, and summaries, cut to `target_length` tokens."""
+        """Return the token ids of the documents, with their prefix, and of the reference summaries if there are labels.
+
+        Documents are cut to `max_length` tokens, and summaries to `target_length`.
+        """
         documents = [(self.spec.prefix or "") + text for text in frame["text"]]
         inputs = tokenizer(documents, truncation=True, max_length=self.spec.max_length)
         columns = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
@@ -78,7 +82,7 @@ class Summarization(NlpTask):
         return labelled
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that makes a padded batch, including the decoder's inputs and attention mask.
+        """Return the function that makes a padded batch. If there are labels, it adds the decoder's inputs and mask.
 
         Raises:
             StageError: the model's config has no token that a summary begins with.
@@ -105,7 +109,7 @@ class Summarization(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score generated summaries with ROUGE; the loss is the mean over all tokens of the references."""
+        """Score the summaries that the model generates with ROUGE. The loss is the mean over all reference tokens."""
         data = self.columns(frame, tokenizer, split)
         losses, labels = predict(model, data, self.collate(tokenizer, model), batch, _losses)
         summaries = self._written(model, tokenizer, data, batch)
@@ -127,7 +131,7 @@ class Summarization(NlpTask):
         return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Answer with the first `target_length` tokens of each document; `train` is not used."""
+        """Answer with the first `target_length` tokens of each document, and score that. `train` is not used."""
         documents, length = frame["text"].tolist(), self.spec.target_length
         ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
         return rouge(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
@@ -135,7 +139,7 @@ class Summarization(NlpTask):
 
 def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
     """Return the ROUGE F-measures of each summary, in [0, 1]."""
-    # Imported late: it imports absl, which closes stderr if logging is set up afterwards.
+    # Imported only here: rouge_score imports absl, which closes stderr if logging is set up afterwards.
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(Summarization.metrics, use_stemmer=True)
@@ -144,7 +148,10 @@ def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
 
 
 def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the loss of each summary token, given the tokens before it (0 at padding), and the labels."""
+    """Return the loss of each token of the reference summaries, given the tokens before it, and the labels.
+
+    Both are `(batch, tokens)`. The loss is 0 at padding.
+    """
     labels = batch["labels"]
     losses = cross_entropy(outputs["logits"].mT.float(), labels, ignore_index=IGNORED, reduction="none")
     return losses, labels

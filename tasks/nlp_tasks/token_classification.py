@@ -1,6 +1,6 @@
 """Token classification: a tag for each word of an example, such as named entities or parts of speech.
 
-The label of a word is at its first sub-token. Words beyond `max_length` tokens are neither learned nor scored.
+The first sub-token of a word carries the word's label. Words beyond `max_length` tokens are neither learned nor scored.
 (choice) Words are joined by spaces before tokenization, instead of being tokenized one by one: byte-level BPE and
 SentencePiece recognize the start of a word by the space before it, and would treat a word without a space as the middle
 of another word.
@@ -59,7 +59,7 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Check the words, and convert the lists to tuples, so that rows can be compared."""
+        """Check the lists of words, and convert them to tuples, so that rows can be compared."""
         frame = super().prepare(frame, names, source)
         rows, column = frame["text"], f"column {names['text']} of {source}"
         if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
@@ -88,7 +88,7 @@ class TokenClassification(NlpTask):
         return tuple(map(str, ids))
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return model inputs; labels have the tag of each word at its first sub-token, and -100 elsewhere.
+        """Return model inputs. The labels are each word's tag at its first sub-token, and -100 at all other tokens.
 
         Raises:
             StageError: the tokenizer is not a fast one.
@@ -96,9 +96,10 @@ class TokenClassification(NlpTask):
         return self._columns(frame, tokenizer)[0]
 
     def _columns(self, frame: pd.DataFrame, tokenizer: Tokenizer) -> tuple[dict[str, list[Any]], list[np.ndarray]]:
-        """Return model inputs, and for each row the position of each word's first sub-token, `(words,)`; -1 if none.
+        """Return model inputs and, for each row, the positions of its words' first sub-tokens, `(words,)`.
 
-        If `frame` has no labels, every word gets tag 0, which marks the tokens to predict.
+        The position is -1 for a word without a token. If `frame` has no labels, every word gets the tag 0, which only
+        marks the tokens to predict.
         """
         self.check_offsets(tokenizer)
         texts = [" ".join(words) for words in frame["text"]]
@@ -129,7 +130,7 @@ class TokenClassification(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model; `Scored.rows` has the true and predicted tags of each row's labelled tokens."""
+        """Score a model. `Scored.rows` holds the true and the predicted tags at the labelled tokens of each example."""
         data = self.columns(frame, tokenizer, split)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         guesses, where = outputs.argmax(-1), labels != IGNORED
@@ -142,7 +143,7 @@ class TokenClassification(NlpTask):
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """Return a tag for each word; None for words beyond `max_length` tokens, and words without a token."""
+        """Return a tag for each word, or None for words beyond `max_length` tokens and words without a token."""
         data, firsts = self._columns(frame.drop(columns="label", errors="ignore"), tokenizer)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         rows = zip(outputs.argmax(-1), labels, firsts, strict=True)
@@ -211,7 +212,7 @@ class TokenClassification(NlpTask):
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean over rows of the mean cross-entropy of a row, as in `eckart.calibration.losses.token_loss`.
+    """Return the mean over examples of an example's mean cross-entropy, as in `eckart.calibration.losses.token_loss`.
 
     Args:
         outputs: `(rows, tokens, classes)`.

@@ -34,12 +34,15 @@ class Row:
 
 
 def cell(value: float | None, text: Callable[[Any], str], below: str = "") -> Cell:
-    """Return a cell with `value` formatted by `text`, sorted by `value`; a dash if it is None."""
+    """Return a cell that shows `text(value)` and is sorted by `value`; a dash if `value` is None."""
     return Cell(below=below) if value is None else Cell(text(value), below, value)
 
 
 def terminal_table(title: str, first: str, rows: Sequence[Row]) -> Table:
-    """Make a table for the terminal. A cell shows its value, and the first line of its small print in parentheses."""
+    """Make a table for the terminal, whose first column has the title `first` and the names of the rows.
+
+    A cell shows its value, and the first line of its small print in parentheses.
+    """
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column(first, no_wrap=True)
     for head in rows[0].cells:
@@ -51,7 +54,7 @@ def terminal_table(title: str, first: str, rows: Sequence[Row]) -> Table:
 
 
 def printed(*tables: Table, width: int = 180) -> str:
-    """Return tables as plain text of a fixed width, so that it is the same in terminals, logs and tests."""
+    """Return tables as plain text. Its width is fixed, so that the text is the same in terminals, logs and tests."""
     console = Console(width=width, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
         console.print(*tables)

@@ -36,7 +36,7 @@ class Gate:
     standard_error: float | None = None
     """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """Distance beyond the limit that still passes, because chance may explain it."""
+    """Largest distance beyond the limit at which a value still passes, because chance may explain it."""
 
     @property
     def excess(self) -> float:
@@ -77,7 +77,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a candidate that have limits; both metrics are from the same examples."""
+    """The measurements of a candidate that have limits. Both metrics are from the same examples."""
 
     metric: float
     teacher: float
@@ -85,9 +85,9 @@ class Measured:
     standard_error: float
     """The standard error of the difference between the two metrics."""
     parameters: int
-    """Parameters of the target layers."""
+    """Number of parameters of the candidate's target layers."""
     keep: float
-    """Parameters of the target layers ÷ parameters of the original model's target layers."""
+    """`parameters` ÷ number of parameters of the original model's target layers."""
     speedup: float
 
 
@@ -133,7 +133,7 @@ class Choice:
 
     @property
     def closed(self) -> dict[str, list[Gate]]:
-        """Candidate → the gates that it does not pass, without candidates that pass all gates."""
+        """Candidate → the gates that it does not pass; only for candidates that do not pass all gates."""
         closed = {name: [gate for gate in gates if not gate.passed] for name, gates in self.gates.items()}
         return {name: gates for name, gates in closed.items() if gates}
 
@@ -167,7 +167,7 @@ class Chosen(BaseModel):
     non_inferior: bool
     """Whether the test examples show that the candidate's metric drops by at most `promotion.largest_drop`."""
     alternative: str | None
-    """The smallest non-inferior candidate within the limits of size and speed; null if it is the chosen one or none."""
+    """The smallest non-inferior candidate within the limits of size and speed; null if that is `candidate` or none."""
 
 
 def short(number: float) -> str:

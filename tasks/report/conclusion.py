@@ -33,7 +33,7 @@ def conclusion(results: Results) -> list[str]:
 
 
 def chosen(results: Results) -> Chosen:
-    """Return the conclusion in machine-readable form."""
+    """Return the choice that the conclusion names, in the form of reports/choice.json."""
     choice, other = results.choice, alternative(results)
     return Chosen(
         candidate=choice.chosen,
@@ -51,7 +51,7 @@ def teacher_warning(results: Results) -> str | None:
 def alternative(results: Results) -> CandidateResults | None:
     """Return the smallest non-inferior candidate within the limits of size and speed, unless it is the chosen one.
 
-    The limit of its metric is not checked here, but on the test examples when the candidate is promoted by name.
+    The limit on the drop of the metric is checked later, on the test examples, when the candidate is promoted by name.
     """
     exact = {
         name: [gate for gate in gates if gate.standard_error is None] for name, gates in results.choice.gates.items()
@@ -93,7 +93,7 @@ def _best_on_test(results: Results) -> str | None:
 
 
 def _goals(results: Results) -> str | None:
-    """Name the goals that are met by other candidates than the chosen one."""
+    """Return a sentence on the goals that candidates other than the chosen one meet; None if there are none."""
     others = [goal for goal in goal_results(results) if goal.met and goal.candidate.name != results.choice.chosen]
     if not others:
         return None

@@ -73,7 +73,10 @@ def _limit(goal: Goal) -> float:
 
 
 def _amount(results: Results, goal: Goal, name: str) -> float:
-    """Return what the goal limits, for a candidate or `dense`: drop of the metric, time ÷ the original's, or bytes."""
+    """Return the quantity that the goal limits, for a candidate or the original model (`dense`).
+
+    It is the drop of the metric, the time ÷ the original model's time, or the bytes.
+    """
     if goal.largest_drop is not None:
         scores = results.dense if name == "dense" else results.named(name).evaluation
         return results.metric.worse_by(scores.validation.metric, results.dense.validation.metric)
@@ -92,9 +95,9 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
     Args:
         amounts: keep → value of `_amount`, including the original model's at keep 1.
         limit: the largest value that meets the goal.
-        linear: whether the value grows linearly with the keep. Bytes do, and time does, too: if the targets take the
-            share p of it, it is 1 - p + p · keep. A value that is not linear, such as the drop of a metric, must fall
-            with the keep.
+        linear: whether the value grows linearly with the keep. Bytes do. Time does, too: if the target layers take the
+            share p of the original model's time, a candidate takes the share 1 - p + p · keep. A value that is not
+            linear, such as the drop of a metric, must fall as the keep grows.
     """
     keep = _between(amounts, limit) if linear else _halfway(amounts, limit)
     if keep is None:
@@ -114,7 +117,8 @@ def _halfway(amounts: Mapping[float, float], limit: float) -> float | None:
 def _between(amounts: Mapping[float, float], limit: float) -> float | None:
     """Return the keep at which a line through two known keeps reaches the limit.
 
-    These are the largest keep that meets the limit and the next larger one, or the two smallest if none meets it.
+    The two are the largest keep that meets the limit and the next larger one, or the two smallest if none meets it.
+    Return None if the line does not rise with the keep, the two keeps are close already, or the result is too small.
     """
     keeps = sorted(amounts)
     if len(keeps) == 1:
@@ -134,7 +138,7 @@ def _close(low: float, high: float) -> bool:
 
 
 def goal_rows(results: Results) -> list[Row]:
-    """Return the table of goals for the page and the terminal."""
+    """Return the rows of the table of goals, for the page and the terminal."""
     return [Row(goal_text(result.goal), _cells(results, result)) for result in goal_results(results)]
 
 

@@ -15,8 +15,8 @@ from tasks.report.results import CandidateResults, Results
 _WIDTH = 960.0  # largest width of a row of cells, in pixels
 _CELL = 34.0  # largest width of a cell
 _CHARACTER = 6.6  # mean width of a character
-_RANK_ROOM = 24.0  # smallest width of a cell that shows its rank
-_KIND_ROOM = 14.0  # smallest width of a column with a title, which is written vertically
+_RANK_ROOM = 24.0  # smallest width of a cell in which its rank is written
+_KIND_ROOM = 14.0  # smallest width of a column whose title is written (vertically)
 _IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 
@@ -37,9 +37,9 @@ class Columns:
     """The columns that all heat maps share."""
 
     cell: float
-    """Width in pixels."""
+    """Width of a cell in pixels."""
     layers: tuple[tuple[str, int], ...]
-    """Label (empty if there is no room for it) and number of targets of each layer."""
+    """Label and number of targets of each layer. The label is empty if there is no room for it."""
     kinds: tuple[str, ...]
     """The kind of each target, such as `query`; () if the cells are too narrow."""
 

@@ -52,7 +52,7 @@ class Statistics:
 
     @property
     def unseen(self) -> float:
-        """The share of all examples in which two models may differ although they agree on these examples."""
+        """The largest share of all possible examples on which two models may differ although they agree on these."""
         return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
 
     @property
@@ -101,7 +101,7 @@ def non_inferior(results: Results, candidate: CandidateResults) -> bool:
 
 
 def verdict(results: Results, candidate: CandidateResults) -> str:
-    """Say in a sentence whether the candidate is non-inferior to both the original model and the control."""
+    """Return a sentence on whether the candidate is non-inferior to both the original model and the control."""
     compared = against_both(results, candidate)
     shown = "show" if all(loss.holds for loss in compared.values()) else "do not show"
     losses = []
@@ -116,7 +116,7 @@ def verdict(results: Results, candidate: CandidateResults) -> str:
 
 
 def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
-    """Say how many examples would show non-inferiority, or that the observed loss is too large to show it at all."""
+    """Return the end of a verdict: how many examples would show non-inferiority, or that the loss is too large."""
     open_ = {reference: loss for reference, loss in compared.items() if not loss.holds}
     if not open_:
         return ""

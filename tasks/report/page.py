@@ -25,7 +25,7 @@ from tasks.runtime.templates import template
 
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
-    """Return the page as HTML, with all names and numbers escaped. `cards` are the model cards of the candidates."""
+    """Return the page as HTML, with all names and numbers escaped. `cards`: candidate → model card."""
     meanings = captions()
     script = Path(__file__).with_name("page.js").read_text()
     return template(Path(__file__).with_name("page.html.j2")).render(

@@ -40,8 +40,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 # On the page these are replaced by variables of its style sheet.
 _INK, _MUTED, _RULE, _PAPER = "#1d2530", "#5d6876", "#dfe3e8", "#ffffff"
 _WIDTH = 11  # inches
-_COLUMNS = 3  # most panels in a row
-_MEASURES = 4  # most panels of measures in a row
+_COLUMNS = 3  # largest number of panels in a row
+_MEASURES = 4  # number of panels in a row, for plots of measures
 _DECADES = 6  # approximate number of ticks on a logarithmic axis
 # Line styles of keeps. The first is pale and wide, so that other lines on top of it are visible.
 _STROKES: tuple[dict[str, Any], ...] = (
@@ -96,14 +96,14 @@ def costs_svg(results: Results) -> Markup:
 
 
 def curves_svg(results: Results) -> Markup:
-    """Draw the task loss in training of the original model and, for every keep, in recovery of each candidate."""
+    """Draw the task loss: a panel for the training of the original model, and one for the recoveries at each keep."""
     return _svg(partial(_curves, results), "curves")
 
 
 def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> dict[str, Markup]:
-    """Draw the measures recorded in training curves, one plot per recipe that has any.
+    """Return recipe → plot of the measures in its training curves, for the recipes that have any.
 
-    Shaping and rank search (`search_curve`) also get a panel with the task loss.
+    In plots of shaping and rank search (`search_curve`), a further panel shows the task loss.
     """
     plots = {}
     for recipe in results.recipes:
@@ -119,7 +119,10 @@ def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> 
 
 
 def predictions_svg(results: Results) -> Markup | None:
-    """Draw the measured against the predicted loss of every target, a panel per recipe; None if none was measured."""
+    """Draw the measured against the predicted increase of the loss if only one target is factorized, for each target.
+
+    Each recipe has a panel. Return None if no increase was measured.
+    """
     shown = {recipe: pairs for recipe in results.recipes if (pairs := _predicted_and_measured(results, recipe))}
     return _svg(partial(_predictions, results, shown), "predictions") if shown else None
 
@@ -178,7 +181,7 @@ def _mark_dense(axes: Axes, results: Results) -> None:
 
 
 def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Mapping[str, Any]) -> None:
-    """Draw the metrics of a recipe: factorized with hollow markers and dashed, recovered with filled markers and solid.
+    """Draw the metrics of a recipe: factorized as a dashed line with hollow markers, recovered solid with filled ones.
 
     A thin vertical line joins the two metrics of each candidate.
     """
@@ -195,14 +198,14 @@ def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults],
 def _draw_intervals(
     axes: Axes, x: Sequence[float], candidates: list[CandidateResults], results: Results, colour: str
 ) -> None:
-    """Draw the interval of each candidate's difference from the original model, shifted to the original's metric."""
+    """Draw the interval of each candidate's difference from the original model, shifted by the original's metric."""
     for place, candidate in zip(x, candidates, strict=True):
         ends, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
         axes.vlines(place, dense + ends.low, dense + ends.high, color=colour, linewidth=3, alpha=0.35)
 
 
 def _size_label(results: Results, keep: str) -> str:
-    """Return the label of a keep, with the range over recipes of the whole model's parameters."""
+    """Return the axis label of a keep: the keep, and the parameters of the whole model as a range over the recipes."""
     sizes = sorted(candidate.evaluation.size.model_parameters for candidate in results.at(keep))
     dense = results.dense.size.model_parameters
     parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
@@ -265,7 +268,7 @@ def _relative_time(shape: str, candidate: CandidateResults) -> float:
 def _grid(
     panels: int, height: float, columns: int | None = None, margin: float = 0.0, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a grid of panels. Axes beyond the number of panels come last and are hidden.
+    """Return a figure and its axes, in a grid. Axes beyond the number of panels come last and are hidden.
 
     The figure is as high as its rows and a margin, in inches. `shared` are arguments of `subplots`, such as sharex.
     """
@@ -329,7 +332,7 @@ def _measures(results: Results, recipe: str, panels: Panels) -> Figure:
 
 
 def _predicted_and_measured(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
-    """Return keep → (predicted, measured) loss of each target, if both are positive."""
+    """Return keep → (predicted, measured) loss of each target for which both are positive."""
     by_keep: dict[str, list[tuple[float, float]]] = {}
     for candidate in results.of(recipe):
         predicted = candidate.decision.predicted_loss or {}

@@ -153,7 +153,7 @@ class Results:
     resampled: Mapping[ScoredModel, np.ndarray]
     """Model → its metric on resamples of the test examples, `(resamples,)`. All models have the same resamples."""
     validated: Mapping[ScoredModel, np.ndarray]
-    """Like `resampled`, but on the validation examples, and only for models that may be promoted."""
+    """Model → its metric on resamples of the validation examples; only for models that were scored on these."""
     only_answers: Mapping[ScoredModel, str]
     """Model → its answer, for models that give the same class, tag or number for every test example."""
 
@@ -184,12 +184,12 @@ class Results:
 
     @property
     def has_sparse_rows(self) -> bool:
-        """Whether any candidate has a sparse residual (some rows) besides its factors."""
+        """Whether any candidate has a sparse residual, which consists of some rows, besides its factors."""
         return any(size.rows for candidate in self.candidates for size in candidate.evaluation.targets.values())
 
     @property
     def full_rank(self) -> float:
-        """The mean of the targets' full ranks."""
+        """The mean, over the targets, of the full rank: the smaller dimension of the weight."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
     def difference(self, model: ScoredModel, reference: ScoredModel) -> Interval:
@@ -347,7 +347,10 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results in one file (see `rows_file`). Error messages name `command`, which makes it."""
+    """Load the per-example results of a split from the file `rows_file(name)`.
+
+    Error messages name `command`, the stage that makes this file.
+    """
     path = rows_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")

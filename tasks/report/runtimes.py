@@ -27,7 +27,7 @@ class Way:
     metric: float
     bytes: int
     latencies: Mapping[str, Latency]
-    """Input shape → latency. The original model's was measured in the benchmark of the first exported candidate."""
+    """Input shape → latency. The original model's latencies are those of the first exported candidate's benchmark."""
 
 
 def ways(results: Results) -> list[Way]:
@@ -55,7 +55,7 @@ def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime)
 
 
 def runtime_rows(results: Results) -> list[Row]:
-    """Return the table for the page and the terminal."""
+    """Return the rows of the table of exported models, for the page and the terminal."""
     rows = []
     for run in ways(results):
         ends = results.difference(run.scored, DENSE)
@@ -76,7 +76,7 @@ def runtime_rows(results: Results) -> list[Row]:
 
 
 def runtimes_csv(results: Results) -> str:
-    """Return the table as CSV, with all digits; only the header if nothing was exported."""
+    """Return the table of exported models as CSV, with all digits; only the header if nothing was exported."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("seconds", *(f"{name}{end}" for name in ("of_torch", "of_same") for end in ("", "_low", "_high")))

@@ -183,21 +183,24 @@ def _speedup(speedup: Times | None) -> Cell:
 
 
 def _compared(results: Results, model: Entry, reference: ScoredModel) -> Cell:
-    """Return a cell with the share of the reference's metric, and the interval of the difference (not with itself)."""
+    """Return a cell with the share of the reference's metric that the model retains.
+
+    Below is the interval of the difference of the two metrics, except in the reference's own cell.
+    """
     ends = results.difference(model.scored, reference)
     difference = "" if model.scored == reference else between(ends.low, ends.high, model.metric)
     return cell(results.retained(model.metric, reference), percent, difference)
 
 
 def zero_shot(results: Results) -> list[Row]:
-    """Return the table of zero-shot metrics, with a row for each model."""
+    """Return the rows of the table of zero-shot metrics, one for each model."""
     models = [*references(results), *map(entry, results.candidates)]
     heads = models[0].zero_shot
     return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
 
 
 def legend(best: str) -> str:
-    """Explain the marks and intervals in the tables. `best` says how the best candidate at a keep is marked."""
+    """Explain the marks and intervals in the tables. `best` is the clause on how the best candidate is marked."""
     return (
         f"{best}; ≈ not significantly different from the best. Differences: {100 * LEVEL:.0f} % intervals from "
         f"{RESAMPLES:,} paired resamples of the test examples; they do not cover the choice of a seed."
@@ -205,7 +208,7 @@ def legend(best: str) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Return notes: on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
+    """Return notes on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
     sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
     if results.census.warning:
         sentences.append(results.census.warning)

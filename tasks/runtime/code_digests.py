@@ -1,8 +1,8 @@
 """Digests of the code that each stage can run. A stage depends on its digest, `code.STAGE` in resolved.yaml.
 
 DVC does not know which modules a stage imports. The digest covers all modules that the stage may import, at its start
-or later, according to the import graph, and data files in their packages, such as templates. The digest leaves out two
-things that cannot change the results of a stage:
+or later, according to the import graph, and the data files in the packages of these modules, such as templates. The
+digest leaves out two things that cannot change the results of a stage:
 
 - methods and NLP tasks that the stage does not use, although their package imports all of them;
 - defaults of parameters, since a stage reads the values in resolved.yaml.
@@ -48,14 +48,14 @@ _RESOLVE = "resolve"
 
 
 class CodeChanged(EckartError):
-    """Error if the code has changed since resolved.yaml or code.yaml was written."""
+    """The code has changed since resolved.yaml or code.yaml was written."""
 
 
 class StageCode:
     """Import graph of the present code, and digests of the code that each stage can run."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """Read the imports of all code. The resolved parameters name the methods and the NLP task that stages use."""
+        """Read the imports of all code. `parameters` (resolved) name the methods and the NLP task that stages use."""
         self._graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
         self._parameters = parameters
         folders = code_folders()
@@ -77,12 +77,16 @@ class StageCode:
             if module not in reached:
                 reached.add(module)
                 todo += self._imported(module, kinds)
-        # Python runs a package before its modules. Modules that a package imports only to list them are not used here.
+        # Python also runs the packages in _METHODS, but the stage does not use what they import only to list it.
         packages = {above for module in reached for above in _packages_of(module)} - reached
         return (reached | packages) - _VALUES
 
     def _imported(self, module: str, kinds: set[str]) -> Iterator[str]:
-        """Yield the modules that a module imports and its packages, without unused methods and lists of methods."""
+        """Yield the packages of a module, and the modules that it imports.
+
+        Packages in _METHODS are left out, because they import all methods. If the module itself is such a package, the
+        methods that it imports are left out unless their kind is in `kinds`.
+        """
         yield from (package for package in _packages_of(module) if package not in _METHODS)
         for imported in self._graph.find_modules_directly_imported_by(module):
             listed = module in _METHODS and imported.startswith(f"{module}.")
@@ -104,7 +108,7 @@ class StageCode:
 
 
 def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest if it is a stage of candidates."""
+    """Return the section `code` of resolved.yaml: stage → digest or, for stages of candidates, → recipe → digest."""
     code = StageCode(parameters)
     recipes = parameters["study"]["recipes"]
     return {
@@ -129,7 +133,7 @@ def check_stage(stage: str) -> None:
     if recorded and (candidate := candidate_of(stage)):
         recorded = recorded.get(recipe_and_keep(candidate)[0])
     if recorded and recorded != StageCode(parameters).digest(stage):
-        raise CodeChanged(f"the code here is not what {schema.RESOLVED} was written for; run again")
+        raise CodeChanged(f"the code has changed since {schema.RESOLVED} was written; run again")
 
 
 def _packages_of(module: str) -> list[str]:
@@ -164,7 +168,7 @@ def _digest(module: str, path: Path) -> str:
 
 
 def _methods_in(path: Path) -> set[str]:
-    """Return the kinds of the methods that a module defines."""
+    """Return the kinds of the methods that a module defines; empty if it defines none."""
     return {kind for literal in _KIND.findall(path.read_text()) for kind in re.findall(r'"(\w+)"', literal)}
 
 
@@ -179,7 +183,7 @@ def _kinds(value: Any) -> Iterator[str]:
 
 
 def _without_defaults(source: bytes) -> bytes:
-    """Remove the defaults of fields, and docstrings, from the classes of a module."""
+    """Return the source of a module without the defaults of fields and the docstrings of its undecorated classes."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     cuts: list[tuple[int, int]] = []
     for node in ast.parse(source).body:

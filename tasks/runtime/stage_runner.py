@@ -48,7 +48,7 @@ def run_candidate(
 
     Args:
         work: the stage's function of recipe and keep; its docstring becomes the help text.
-        trains: function of the recipe: whether the stage trains, and several processes can share the training.
+        trains: function that returns, for a recipe, whether the stage runs in `trainer.processes` processes.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="name of the recipe, built-in or of params.yaml")
@@ -90,7 +90,7 @@ def _spread(name: str, work: Callable[[], None]) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn a ValueError of eckart into a StageError: it means a mistake in the input."""
+    """Turn a ValueError of eckart into a StageError, because it means that the user's input has a mistake."""
     try:
         yield
     except ValueError as error:
@@ -131,7 +131,7 @@ def output(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
-# Parts of messages: libraries wrap the system's error, and torch.save only reports an unexpected position in the file.
+# Parts of the messages of errors: libraries wrap the system's error, and torch.save only reports a wrong file position.
 _DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 

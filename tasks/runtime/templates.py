@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, sel
 
 
 def template(file: Path) -> Template:
-    """Load a template. Values are escaped in HTML (`page.html.j2`), not in Markdown."""
+    """Load a template. Inserted values are escaped in HTML templates (`*.html.j2`), not in Markdown."""
     environment = Environment(
         loader=FileSystemLoader(file.parent),
         autoescape=select_autoescape(["html.j2"]),

@@ -3,7 +3,7 @@
 Examples are drawn with replacement, and all models are scored on the same draws. The interval of a difference is taken
 from the differences on the draws. It covers the choice of test examples, but not of the training seed. Unlike scipy's
 bootstrap, each model is scored only once on all draws, not again for each difference. Most metrics are functions of
-sums over rows, so all draws are scored with one matrix product.
+sums over examples, so all draws are scored with one matrix product.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13; Koehn, EMNLP 2004.
 """
@@ -25,7 +25,7 @@ from tasks.scoring.metrics_on_draws import Draws
 RESAMPLES = 2000
 LEVEL = 0.95
 _SEED = 0
-_AT_ONCE = 4_000_000  # number of rows drawn at a time, which bounds memory
+_AT_ONCE = 4_000_000  # number of examples drawn at a time, which bounds memory
 
 Model = TypeVar("Model", bound=Hashable)
 
@@ -44,13 +44,13 @@ class Interval:
 
 
 def interval(differences: np.ndarray) -> Interval:
-    """Return the percentile interval of a difference, given its value on each draw."""
+    """Return the percentile interval of a difference, given its values on all draws."""
     tail = (1 - LEVEL) / 2
     return Interval(*map(float, np.quantile(differences, [tail, 1 - tail])))
 
 
 def standard_error(differences: np.ndarray) -> float:
-    """Return the standard error of a difference: its standard deviation over all draws.
+    """Return the standard error of a difference, given its values on all draws: their standard deviation.
 
     It is 0 if it is not finite, as for huge perplexities: such an error must not widen a limit.
     """
@@ -60,12 +60,12 @@ def standard_error(differences: np.ndarray) -> float:
 
 
 def metric_of_all(task: Task, rows: pd.DataFrame) -> float:
-    """Return the study's metric on all rows."""
+    """Return the study's metric on all examples. `rows` are the per-example results."""
     return float(kind_of(task).on_draws(rows)(Draws(np.arange(len(rows))[None])).item())
 
 
 def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, np.ndarray]:
-    """Return the metric of each model on all draws, `(RESAMPLES,)`. The draws depend only on the number of rows.
+    """Return the metric of each model on all draws, `(RESAMPLES,)`. The draws depend only on the number of examples.
 
     `models` has the per-example results (`Scored.rows`) of each model on the same examples.
     """

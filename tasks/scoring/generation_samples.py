@@ -10,14 +10,14 @@ from tasks.artifacts.task_spec import load_split, load_task
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import inputs_device
 
-_COUNT = 3  # texts: enough to judge a model, and few enough to read
+_COUNT = 3  # number of texts: enough to judge a model, and few enough to read
 
 
 @torch.inference_mode()
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
     """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modelling.
 
-    Beginning and continuation have `tokens` tokens, but at most half a block, so that the model has positions for both.
+    Beginning and continuation have `tokens` tokens each, or half a block if that is less: both must fit into a block.
     """
     task = load_task()
     kind, tokens = kind_of(task), min(tokens, task.max_length // 2)

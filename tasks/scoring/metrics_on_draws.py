@@ -1,4 +1,4 @@
-"""Metrics on bootstrap draws, computed from per-example results.
+"""Metrics on bootstrap draws, computed from tables of per-example results, which have a row for each example.
 
 Most metrics are functions of sums over the drawn rows.
 """
@@ -15,7 +15,7 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Draws:
-    """Bootstrap draws of rows.
+    """Bootstrap draws of rows of per-example results.
 
     rows: the indices of the rows in each draw, `(draws, rows)`.
     """
@@ -31,11 +31,11 @@ class Draws:
 OnDraws = Callable[[Draws], np.ndarray]
 """Function that computes a metric on each draw, `(draws,)`."""
 OfCounts = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Function: counts of right, predicted and true labels of each class, `(draws, classes)` each → metric `(draws,)`."""
+"""Function: numbers of right, predicted and true labels per class, `(draws, classes)` each → metric `(draws,)`."""
 
 
 def mean_of(values: pd.Series) -> OnDraws:
-    """Return the metric that is the mean of a value per row."""
+    """Return a metric that is the mean over the drawn rows; `values` has the value of each row."""
     return of_sums(_with_ones(values), _ratio)
 
 
@@ -121,13 +121,13 @@ def matthews(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.n
 
 
 def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the moments of each row `(rows, 6)`, centred for numerical precision: 1, x, y, x², y², x·y."""
+    """Return 1, x, y, x², y² and x·y of each row, `(rows, 6)`, with x and y centred for numerical precision."""
     x, y = x - x.mean(), y - y.mean()
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 
 
 def _pearson(sums: np.ndarray) -> np.ndarray:
-    """Return the correlation on each draw; 0 if a variable is constant there, up to rounding."""
+    """Return the correlation on each draw; 0 if a variable is constant on this draw, up to rounding."""
     count, x, y, xx, yy, xy = sums.T
     spread_x, spread_y = (square - total**2 / count for square, total in ((xx, x), (yy, y)))
     varied = (spread_x > 1e-12 * xx) & (spread_y > 1e-12 * yy)
@@ -141,7 +141,10 @@ def _spearman(label: np.ndarray, value: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return each row's rank in each draw, the mean rank for ties, `(draws, rows)`. It is 6 × faster than scipy's."""
+    """Return the rank of each row's value in each draw, `(draws, rows)`. Equal values get their mean rank.
+
+    This is 6 × faster than scipy's function.
+    """
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
     sorted_times = times[:, np.argsort(group, kind="stable")]
     alike = np.add.reduceat(sorted_times, np.cumsum(sizes) - sizes, axis=1)

@@ -1,4 +1,4 @@
-"""Score a model in the stages dense and evaluate, on two splits.
+"""Score a model on the test and the validation split, in the stages dense and evaluate.
 
 Test scores are for reports and for the gates of a promotion; validation scores are for choosing candidates and trials.
 """
@@ -26,7 +26,7 @@ Rows = Mapping[Split, pd.DataFrame]
 
 
 def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
-    """Score a model on all rows of a split, and log the score with the model's `name`."""
+    """Score a model on all examples of a split, and print the score with the model's `name`."""
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
     scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
@@ -39,7 +39,7 @@ def all_scores(
 ) -> tuple[Scores, Rows]:
     """Return all scores of a model that may be promoted, and its per-example results.
 
-    `scored` is its score on the test split, if it was computed before.
+    `scored` is the result on the test split if it was computed before; None: it is computed here.
     """
     test, settings = scored or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
     validation = score_on("validation", model, tokenizer, name)
@@ -53,15 +53,17 @@ def all_scores(
 
 
 def same_weights(before: Path, after: Path) -> bool:
-    """Whether two folders have equal weights, as after a training without steps. Then one set of scores is enough."""
+    """Whether two folders have equal weights, as after a training without steps. Then one set of scores serves both."""
     names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
 def write_rows(name: str, models: Mapping[str, Rows]) -> None:
-    """Save the per-example results of models such as `recovered` in one file, with columns `model` and `split`.
+    """Save the per-example results of several models in one file, with columns `model` and `split`.
 
-    `name` is that of a candidate, or `dense`.
+    Args:
+        name: name of a candidate, or `dense`; it becomes the name of the file.
+        models: name of a model in the file, such as `recovered` → its results.
     """
     path = rows_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)

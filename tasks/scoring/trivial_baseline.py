@@ -1,8 +1,7 @@
 """Check that the original model is better than a trivial baseline.
 
-A trivial baseline is, for example, to answer every input with the most frequent class.
-
-If the original model has not learned the task, a study of it says nothing about compression.
+A trivial baseline reads no input: for example, it answers every input with the most frequent class. If the original
+model is not better, it has not learned the task, and a study of it says nothing about compression.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _TINY = 0.1  # (choice) smallest `share_learned` of a model that has learned its
 
 
 def share_learned(task: Task, dense: float, trivial: float) -> float:
-    """Return (dense - trivial) / (perfect - trivial): 0 for a model like the trivial baseline, 1 for a perfect one.
+    """Return (dense - trivial) / (perfect - trivial): 0 if the model equals the trivial baseline, 1 if it is perfect.
 
     A perplexity is replaced by its logarithm, the loss. The result is 0 if the baseline is perfect.
     """
@@ -31,7 +30,7 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:
-    """Return a warning if the original model is hardly or not significantly better than the baseline, else None.
+    """Return a warning if the original model is not much or not significantly better than the baseline, else None.
 
     `difference` is the interval of dense - trivial on `rows` test examples.
     """

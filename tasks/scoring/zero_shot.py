@@ -50,7 +50,7 @@ def zero_shot(
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics, named `acc` instead of `acc,none`, without standard errors."""
+    """Return the metrics of a task without standard errors; the name `acc,none` becomes `acc`."""
     return {
         name.removesuffix(",none").replace(",", "."): float(value)
         for name, value in sorted(values.items())

@@ -1,8 +1,8 @@
 """Checkpoints, from which a killed training resumes.
 
 They are stored outside the outputs of stages, since DVC deletes outputs before it runs a stage. A checkpoint belongs to
-one combination of model, data, settings and code; other trainings ignore it. To delete checkpoints is safe: a killed
-training then starts again and gives the same result.
+one combination of model, data, settings and code; other trainings ignore it. Checkpoints can safely be deleted: a
+killed training then starts from the beginning and gives the same result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RULE = "rule-{}.safetensors"
 
 
 class Checkpoints(TrainerCallback):
-    """Callback that saves a checkpoint at a logged step if enough time has passed, and resumes from the last one."""
+    """Callback that saves a checkpoint at a logged step if enough time has passed, and finds the last one to resume."""
 
     def __init__(
         self, name: Path, model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]

@@ -32,7 +32,7 @@ from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 
-_POINTS = 20  # most points of a training curve
+_POINTS = 20  # largest number of points of a training curve
 _LOGGED = ("loss", "learning_rate", "grad_norm")  # values that the Trainer itself logs
 
 
@@ -55,7 +55,7 @@ def train(
     checkpoint_activations: bool = False,
     loss: Loss | None = None,
 ) -> int:
-    """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
+    """Train `model` in place for `steps` steps, or until a rule is done; write the training curve to the file `curve`.
 
     A killed training resumes from its last checkpoint, and gives the same weights and curve, byte for byte.
 
@@ -64,10 +64,10 @@ def train(
         warmup: share of the steps in which the learning rate rises linearly.
         rules: methods that are called in each step, such as a pruning method.
         schedule: the learning rate after the warm-up falls linearly to 0, or is constant.
-        loss: the training minimizes the mean of this loss over examples; None: the model's own loss.
+        loss: the loss whose mean over examples is minimized; None: the model's own loss.
         checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
         precision: bf16 for mixed precision; None computes in the type of the weights.
-        before: steps of earlier trainings on the same curve; their points stay in `curve`.
+        before: number of steps of the earlier trainings whose points are already in `curve`.
 
     Returns:
         The number of steps that were taken.
@@ -200,7 +200,7 @@ class _RuleTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log also the mean task loss since the last log, and the rules' measures of the last step."""
+        """Add to the log the mean task loss since the last log, and the rules' measures of the last step."""
         if "loss" in logs and self.rules:
             logs["task_loss"] = sum(self.task_losses) / len(self.task_losses)
             self.task_losses.clear()
@@ -244,14 +244,14 @@ class _AfterUpdate(TrainerCallback):
 
 
 class _Curve(TrainerCallback):
-    """Callback that writes each logged point to a file and prints it."""
+    """Callback that appends each logged point of the training curve to a file and prints it."""
 
     def __init__(self, file: Path, before: int) -> None:
         self.file = file
         self.before = before
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the points again that were logged before the training was killed."""
+        """Write again the points that a killed training logged before its last checkpoint, if this one resumes it."""
         self._write([_point(logs) for logs in state.log_history if "loss" in logs])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -272,6 +272,6 @@ class _Curve(TrainerCallback):
 
 
 def _point(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return a point of the curve: the step, the values of the Trainer without the epoch, and the rules' measures."""
+    """Return a point of the curve: the step, all logged values except the epoch, and the rules' measures."""
     measured = sorted({*logs} - {"step", "epoch", *_LOGGED})
     return {"step": logs["step"], **{name: float(logs[name]) for name in (*_LOGGED, *measured)}}

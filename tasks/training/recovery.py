@@ -40,7 +40,7 @@ def recover(
     Args:
         curve: file of the training curve.
         residual: method that prunes a residual during the first training; None if the model has no residual.
-        storage: the form in which factors are saved; they are trained as factors in any case.
+        storage: the form in which the factors are saved; in training they always have the form `factors`.
         source: folder of the dense model whose weights were factorized.
     """
     seed, trainer = section("seed", Seed), section("trainer", Trainer)

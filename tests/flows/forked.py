@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from uuid import UUID
 
 import psutil
 
@@ -47,11 +47,6 @@ class Command:
 
     def kill(self) -> None:
         self._process.kill()
-
-    def kill_group(self) -> None:
-        """Kill the command and its children, which would run on for many seconds."""
-        assert self._process.pid
-        os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int | None, str]:
         """Wait until the command ends, and return its exit code and output."""
@@ -145,3 +140,29 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     for stream in (1, 2):
         os.dup2(file, stream)
     forked_stage.be_module(words, root)
+
+
+def run_promoting(root: str, environment: Mapping[str, str], run: UUID, said: str) -> None:
+    """Run the study as Prefect's runner does for a flow run, in the process that it starts."""
+    become(root, {**environment, "PREFECT__FLOW_RUN_ID": str(run)}, said)
+    from prefect.flow_engine import load_flow_run, run_flow
+
+    from flows.study import study
+
+    run_flow(study, flow_run=load_flow_run(run), return_type="state")
+
+
+def become(root: str, environment: Mapping[str, str], said: str) -> None:
+    """Set up the process with only this environment, and without the slow smoke tests of versions."""
+    from prefect.context import refresh_global_settings_context
+
+    os.environ.clear()
+    os.environ.update(environment)
+    refresh_global_settings_context()
+    os.chdir(root)
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+    from flows.promotion import flow as promotion
+    from flows.registry.versions import Registry
+
+    Registry.smoke = promotion._smoke = lambda *_: None  # type: ignore[assignment,method-assign,misc]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -34,7 +35,7 @@ from eckart.model.layers import PivotedLinear, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import find_targets
 from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
-from eckart.onnx.exporting import TOLERANCE, _eager_attention, _move
+from eckart.onnx.exporting import TOLERANCE, Exported, _eager_attention, _move
 from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
@@ -71,20 +72,33 @@ def batch(count: int, longest: int) -> dict[str, torch.Tensor]:
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
+class Case(NamedTuple):
+    model: PreTrainedModel
+    file: Path
+    made: Exported
+
+
+def exported(model: PreTrainedModel, file: Path) -> Case:
+    return Case(model, file, export(model, tiny.words(), file))
+
+
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A compressed classifier and its file."""
-    model, file = compress(shallow(tiny.bert)), tmp_path_factory.mktemp("bert") / "m.onnx"
-    export(model, tiny.words(), file)
-    return model, file
+    return exported(compress(shallow(tiny.bert)), tmp_path_factory.mktemp("bert") / "m.onnx")
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A compressed language model, which rotates keys by their positions, and its file."""
-    model, file = compress(shallow(tiny.causal_llama), "pivoted"), tmp_path_factory.mktemp("llama") / "m.onnx"
-    export(model, tiny.words(), file)
-    return model, file
+    return exported(compress(shallow(tiny.causal_llama), "pivoted"), tmp_path_factory.mktemp("llama") / "m.onnx")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A compressed language model with an embedding of positions, and its file. Some components have large factors."""
+    model = with_large_components(compress(gpt2_that_writes(), "rows"))
+    return exported(model, tmp_path_factory.mktemp("gpt2") / "m.onnx")
 
 
 def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch.Tensor:
@@ -99,18 +113,20 @@ def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch
     return torch.from_numpy(actual)
 
 
-@pytest.mark.parametrize(("family", "stored"), [("gpt2", "rows"), ("llama", "pivoted")])
+@pytest.mark.parametrize("name", ["gpt2", "decoder"])
 def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
-    family: str, stored: str, tmp_path: Path
+    name: str, request: pytest.FixtureRequest
 ) -> None:
-    model, file = compress(shallow(tiny.FAMILIES[family]), stored), tmp_path / "model.onnx"
-    made = export(model, tiny.words(), file)
+    model, file, made = request.getfixturevalue(name)
     for count, longest in SHAPES:
         inputs = batch(count, longest)
-        torch.testing.assert_close(answers(file, **inputs), tiny.logits(model, inputs), rtol=0, atol=1e-5)
+        real = inputs["attention_mask"] == 1
+        actual, expected = answers(file, **inputs)[real], tiny.logits(model, inputs)[real]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     buffers = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
     identities = sum(layer.rank**2 for layer in model.modules() if isinstance(layer, PivotedLinear))
-    assert 0 <= numbers(file) - model.num_parameters() <= buffers + identities
+    tied = model.get_input_embeddings().weight.numel()  # a small one is stored transposed, too
+    assert 0 <= numbers(file) - model.num_parameters() <= buffers + identities + tied
     assert 0 <= made.parameters - numbers(file) < 100  # constants of the graph
     assert made.bytes == file.stat().st_size
     assert made.difference < TOLERANCE
@@ -118,14 +134,14 @@ def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
         assert machine_path.encode() not in file.read_bytes(), machine_path
 
 
-def test_onnxruntime_quantizes_the_plain_export(encoder: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+def test_onnxruntime_quantizes_the_plain_export(encoder: Case, tmp_path: Path) -> None:
     """A user's `quantize_dynamic` refuses a file whose shapes contradict those that it infers."""
     quantize_dynamic(encoder[1], tmp_path / "other.onnx", weight_type=QuantType.QInt8)
     for count, longest in SHAPES:
         assert answers(tmp_path / "other.onnx", **batch(count, longest)).shape == (count, tiny.LABELS)
 
 
-def rounded_maps(file: Path) -> int:
+def integer_products(file: Path) -> int:
     """Products in int8 that the file has."""
     return sum(node.op_type == "MatMulInteger" for node in onnx.load(file).graph.node)
 
@@ -136,7 +152,7 @@ def test_int8_gives_nearly_the_same_logits(tmp_path: Path) -> None:
     assert made.rows == MADE_UP + 3
     assert made.bytes == (tmp_path / "int8.onnx").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
-    assert rounded_maps(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
+    assert integer_products(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
     inputs = batch(4, 16)
     expected, actual = tiny.logits(model, inputs), answers(tmp_path / "int8.onnx", **inputs)
     assert 0 < float((actual - expected).norm()) < 0.05 * float(expected.norm())
@@ -170,20 +186,27 @@ def test_a_channel_unseen_in_calibration_does_not_fill_the_range(tmp_path: Path)
     assert float((actual - expected).norm()) < 0.05 * float(expected.norm())
 
 
-@pytest.mark.parametrize(("family", "embeddings"), [("gpt2", False), ("llama", True)])
-def test_smoothing_keeps_the_outputs_and_evens_the_channels(family: str, embeddings: bool, tmp_path: Path) -> None:
-    """Some channels of the activations are large, and some components are scaled by a thousand."""
-    model = compress(shallow(tiny.FAMILIES[family]))
-    if embeddings:
-        (name,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
-        tiny.factorize_layer(model, name, 5)
+def with_large_components(model: PreTrainedModel) -> PreTrainedModel:
+    """Scale the factors of each layer so that its first component is a thousand times as large between them."""
     with torch.no_grad():
         for layer in low_rank_layers(model).values():
             layer.right[0] *= 1000
             layer.left[:, 0] /= 1000
-    file, even = tmp_path / "model.onnx", tmp_path / "smooth.onnx"
-    export(model, tiny.words(), file)
-    rows = [batch(8, 16)]
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_smoothing_keeps_the_outputs_and_evens_the_channels(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Also where the embedding is factorized, and a norm has no bias."""
+    if family == "gpt2":
+        model, file, _ = request.getfixturevalue("gpt2")
+    else:
+        model = compress(shallow(tiny.llama))
+        tiny.factorize_layer(model, "model.embed_tokens", 5)
+        model, file, _ = exported(with_large_components(model), tmp_path / "model.onnx")
+    even, rows = tmp_path / "smooth.onnx", [batch(8, 16)]
     smooth(file, even, rows)
     for count, longest in SHAPES:
         inputs = batch(count, longest)
@@ -203,7 +226,7 @@ def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path)
     return {name: float(values.max() / values.median()) for name, values in maxima.items()}
 
 
-def test_a_model_is_scored_by_onnxruntime(encoder: tuple[PreTrainedModel, Path]) -> None:
+def test_a_model_is_scored_by_onnxruntime(encoder: Case) -> None:
     model, frame = deepcopy(encoder[0]), reviews()
     frame = frame.assign(label=(frame["label"] == "positive").astype(int))
     kind = kind_of(a_task("classification", ["negative", "positive"], "accuracy"))
@@ -225,14 +248,22 @@ def shallow(
 
 
 @pytest.mark.parametrize(
-    ("family", "names"),
-    [(BertForTokenClassification, ("logits",)), (BertForQuestionAnswering, ("start_logits", "end_logits"))],
+    ("family", "names", "beside"),
+    [
+        (BertForTokenClassification, ("logits",), True),
+        (BertForQuestionAnswering, ("start_logits", "end_logits"), False),
+    ],
 )
 def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(
-    family: type[PreTrainedModel], names: tuple[str, ...], tmp_path: Path
+    family: type[PreTrainedModel], names: tuple[str, ...], beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, file = compress(shallow(tiny.bert, family, num_labels=2)), tmp_path / "model.onnx"
+    """Also if the weights are too large for one file, and stand in another beside it."""
+    if beside:
+        monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+    model, file = compress(shallow(tiny.bert, family, num_labels=2)), tmp_path / "new" / "model.onnx"
     made = export(model, tiny.words(), file, [batch(3, 9)])
+    assert {path.name for path in file.parent.iterdir()} == {"model.onnx", *(["model.onnx.data"] if beside else [])}
+    assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
     assert made.rows == MADE_UP + 3
     assert [value.name for value in onnx.load(file).graph.output] == list(names)
     for count, longest in SHAPES:
@@ -261,15 +292,10 @@ def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) 
     return torch.cat(actual, 1), sum(values.numel() for values in past.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(
-    family: str, decoder: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["decoder", "gpt2"])
+def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, request: pytest.FixtureRequest) -> None:
     """For keys that are rotated by their positions, and for an embedding of these."""
-    model, file = decoder
-    if family == "gpt2":
-        model, file = compress(gpt2_that_writes(), "rows"), tmp_path / "model.onnx"
-        export(model, tiny.words(), file)
+    model, file, _ = request.getfixturevalue(name)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     size = model.config.hidden_size // model.config.num_attention_heads
     for side, prompt in product(["left", "right"], [1, 4]):
@@ -281,7 +307,7 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
 
 
-def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: tuple[PreTrainedModel, Path]) -> None:
+def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: Case) -> None:
     answer, inputs = runner(decoder[1]), batch(3, 9)
     whole = answer(inputs)["logits"]
     for asked, given in ((0, 9), (1, 1), (4, 4), (9, 9)):
@@ -310,9 +336,7 @@ def test_attention_with_shared_keys_suits_a_model_that_views_its_outputs() -> No
         torch.testing.assert_close(tiny.logits(model, batch(3, 9)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_shared_keys_are_repeated_only_where_scores_are_bounded(
-    decoder: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
+def test_shared_keys_are_repeated_only_where_scores_are_bounded(decoder: Case, tmp_path: Path) -> None:
     """Otherwise keys and values of the whole past would be copied for each query head, with each token."""
     model = shallow(tiny.of("Gemma2ForCausalLM", **tiny.GROUPED, head_dim=4))  # bounds its scores
     export(model, tiny.words(), tmp_path / "model.onnx")
@@ -323,9 +347,7 @@ def test_shared_keys_are_repeated_only_where_scores_are_bounded(
     assert bounded > free
 
 
-def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(
-    decoder: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
+def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(decoder: Case, tmp_path: Path) -> None:
     """Nearly, because the rounding of activations depends on what else is in the batch."""
     model, file = decoder[0], tmp_path / "int8.onnx"
     quantize(decoder[1], file, [batch(8, 16)])
@@ -387,19 +409,15 @@ def test_models_that_cannot_be_exported_are_refused(
     assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
 
 
-def test_large_weights_are_stored_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = compress(shallow(tiny.bert, BertForTokenClassification)), tmp_path / "new" / "model.onnx"
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
-        made = export(model, tiny.words(), file)
-    assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
-    assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
-    inputs = batch(3, 7)
-    torch.testing.assert_close(answers(file, **inputs), tiny.logits(model, inputs), rtol=0, atol=1e-5)
-    (tmp_path / "model.onnx").write_text("without")
-    _move(tmp_path / "model.onnx", file)
-    assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]  # the weights went with their file
-    assert file.read_text() == "without"
+def test_large_weights_are_moved_with_their_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "model.onnx", tmp_path / "new" / "model.onnx"
+    target.parent.mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (target.parent / name).write_text("older")
+    source.write_text("without")
+    _move(source, target)
+    assert [path.name for path in target.parent.iterdir()] == ["model.onnx"]
+    assert target.read_text() == "without"
 
 
 def test_other_labels_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from flows.engine import stages as engine
 from flows.engine.dvc_transport import NotTheSame, TransportFailed
 from flows.engine.run_options import Options, OptionsError
 from flows.engine.stages import Planned
-from flows.study import _run_all
+from flows.study import _in_order, _run_all
 from tasks.artifacts.errors import EckartError
 from tests.flows import forked
 from tests.flows.forked import Command
@@ -251,7 +251,7 @@ def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_other
         follows[stage.name] = {wait.value.stage for wait in wait_for if isinstance(wait, allow_failure)}
         return Mock(stage=stage.name)
 
-    _run_all(plan, submit)
+    _run_all(_in_order(plan), submit)
     assert needs == {stage.name: set(stage.upstream) for stage in plan}
     assert follows["time@a"] == {"a", "b"}
     assert follows["time@b"] == {"a", "b", "time@a"}

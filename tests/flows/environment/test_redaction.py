@@ -17,7 +17,6 @@ from flows.study import study as flow
 from tasks.artifacts.errors import EckartError
 from tests.flows import forked
 from tests.flows.forked import Command
-from tests.flows.month import one_night
 from tests.flows.servers import mlflow_server, until
 from tests.flows.toy import BARE, Study, toy_study, toy_workspace
 from tests.test_safety import SECRET, URL
@@ -66,7 +65,7 @@ def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], t
     """No password of MLflow, Prefect, the DVC remote or a webhook; all servers but the remote's are there."""
     root = study.copied(tmp_path / "workspace")
     promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}
-    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion, benchmark={"repetitions": 7}))
+    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion))
     users = root / ".dvc/config.local"
     users.write_text(f"[core]\n    remote = theirs\n['remote \"theirs\"']\n    url = {URL}/store\n")
     said = tmp_path / "said"
@@ -81,7 +80,7 @@ def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], t
             notifications.set_up("secret", ["custom-webhook/secret"], timedelta(hours=26))
             deployment = client.create_deployment(client.create_flow_from_name("study"), "secret")
             run = client.create_flow_run_from_deployment(deployment, parameters={"promote": True}).id
-            forked.start(one_night, str(root), environment, run, str(said)).join()
+            forked.start(forked.run_promoting, str(root), environment, run, str(said)).join()
             state = client.read_flow_run(run).state
         assert state.name == "Promoted", said.read_text()
         code, pushed = Command(root, environment, "push").end()

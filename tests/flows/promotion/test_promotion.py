@@ -36,7 +36,6 @@ from tasks.artifacts.task_spec import REFERENCE_PARTS as PARTS
 from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows import forked
 from tests.flows.forked import Command
-from tests.flows.month import become
 from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call
 from tests.workspace import tiny_params, write_params
@@ -217,7 +216,7 @@ def decision(root: Path, number: str) -> str:
 
 def promote_and_hang(root: str, environment: Mapping[str, str]) -> None:
     """Promote in a process of its own, in which the smoke test after the move of the alias never ends."""
-    become(root, environment, os.devnull)
+    forked.become(root, environment, os.devnull)
     Registry.smoke = lambda *_: threading.Event().wait()  # type: ignore[assignment,method-assign,misc]
     promotion.promotion()
 
