@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds in which each model writes once; at least 6")
     asked = parser.parse_args()
     task, threads = load_task(), section("threads", Threads).candidate
-    if task.kind != "language_modeling":
+    if not kind_of(task).running_text:
         parser.error(f"the study in this folder is {task.kind}: its models write nothing")
     torch.set_num_threads(threads)
     auto = kind_of(task).auto

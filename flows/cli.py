@@ -45,11 +45,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             # The message may quote the message of a library, which may contain a URL with a password.
-            sys.exit(redaction.shown(str(error)))
+            sys.exit(redaction.redact(str(error)))
         except OSError as error:
             if not error.filename:
                 raise
-            sys.exit(redaction.shown(f"{error}. Fix that and run again: finished stages are kept"))
+            sys.exit(redaction.redact(f"{error}. Fix that and run again: finished stages are kept"))
 
 
 Workers = Annotated[
@@ -207,7 +207,7 @@ def _ended_with_words() -> Iterator[None]:
         print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
-        cause = redaction.shown(str(error))
+        cause = redaction.redact(str(error))
         print(f"Prefect's server is gone ({cause}). Finished stages are kept: start it and run again.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event

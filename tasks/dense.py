@@ -43,7 +43,7 @@ def dense() -> None:
         control=control,
         trivial=trivial,
         licence=licence.stated(TEACHER),
-        head=task_head.noted(TEACHER),
+        head=task_head.read_note(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
 

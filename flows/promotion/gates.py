@@ -16,8 +16,8 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
 from tasks.models.model_io import UNLOADABLE, check_length, load
-from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import Answers, Scored
+from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
+from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
 from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, Promotion, short
 from tasks.report.results import DENSE, read_predictions
@@ -223,7 +223,7 @@ def _difference(
     if kind_of(task).problem_type:
         config = model.config
         theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))
-        wanted = _meaning(kind_of(task).problem_type, task.labels)
+        wanted = kind_of(task).meaning(task.labels)
         return f"answers {theirs}, and this study {wanted}" if theirs != wanted else ""
     if kind_of(task).running_text and tokenizer.get_vocab() != ours.get_vocab():
         return "has another vocabulary, so that its perplexity is that of other tokens"
@@ -231,10 +231,9 @@ def _difference(
 
 
 def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
-    """Return in words the meaning of the outputs of a head: a number, or labels."""
-    if problem_type == "regression":
-        return "a number"
-    return ("any of " if problem_type == "multi_label_classification" else "") + ", ".join(map(str, labels))
+    """Return in words what a head answers: its labels, or a number."""
+    kinds = (task_class(name) for name in TASK_NAMES)
+    return next((kind for kind in kinds if kind.problem_type == problem_type), NlpTask).meaning(labels)
 
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:

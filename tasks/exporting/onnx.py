@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
 from eckart.calibration.losses import Batch
@@ -17,6 +18,7 @@ from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Predictions, score_on, write_predictions
 
@@ -80,9 +82,9 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     folder = folder_of(name)
     quiet()
     in_study = (SPLITS / "task.json").exists()
-    auto = kind_of(load_task()).auto if in_study else AutoModelForSequenceClassification
+    auto_class = (kind_of(load_task()) if in_study else NlpTask).auto_class
     try:
-        model, tokenizer = load(folder, auto, torch.float32)
+        model, tokenizer = load(folder, getattr(transformers, auto_class), torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):

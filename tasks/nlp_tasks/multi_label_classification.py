@@ -8,7 +8,7 @@ two-class softmax over the logits (z, 0), which has the same probabilities (`bin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -58,6 +58,10 @@ class MultiLabelClassification(SequenceTask):
         for name, frame in splits.items():
             frame["label"] = [sorted(ids[label] for label in labels) for labels in sets[name]]
         return tuple(map(str, ids))
+
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        return f"any of {super().meaning(labels)}"
 
     @property
     def predictions(self) -> Predictions:

@@ -8,7 +8,7 @@ transformers, pandas, numpy, and (through mlflow) scikit-learn and scipy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -161,6 +161,8 @@ class NlpTask(ABC):
     """Suffix of the names of model classes with this head; by default the suffix of `auto_class`."""
     problem_type: ClassVar[str | None] = None
     """The problem_type in config.json, which selects the loss; None if labels are neither classes nor numbers."""
+    numeric_labels: ClassVar[bool] = False
+    """Whether labels are numbers, and not classes."""
     own_loss: ClassVar[bool] = True
     """Whether the loss that the model returns is the mean of `loss` over examples. If not, training computes it."""
     one_graph: ClassVar[bool] = True
@@ -177,6 +179,11 @@ class NlpTask(ABC):
     def __init_subclass__(cls) -> None:
         if "auto_class" in cls.__dict__ and "head_class" not in cls.__dict__:
             cls.head_class = cls.auto_class.removeprefix("AutoModel")
+
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        """Return in words what a head with these labels answers."""
+        return ", ".join(map(str, labels))
 
     @property
     def auto(self) -> Any:
@@ -229,7 +236,7 @@ class NlpTask(ABC):
             calibration_loss={"given": self.loss, "expected": expected_losses, "drawn": drawn}[labels],
             training_loss=self.training_loss,
             predictions=self.predictions,
-            classes=self.problem_type != "regression",
+            classes=not self.numeric_labels,
         )
 
     # Scores and answers: by default the metric is the mean of the column of `Scored.predictions` with the same name.
@@ -240,6 +247,8 @@ class NlpTask(ABC):
     """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
     """Whether even good models are far from a perfect score, so that a low score alone causes no warning."""
+    answers_may_differ: ClassVar[bool] = False
+    """Whether rounding may change an answer altogether: it may decide between two equally likely tokens of a text."""
     pipeline: ClassVar[str] = "text-classification"
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 

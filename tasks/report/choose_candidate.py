@@ -12,13 +12,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.artifacts.limits import ROUNDING, within
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.config.schema import Limits as Limits
 from tasks.config.schema import Promotion as Promotion
 
 CHOICE = Path("reports/choice.json")
-ROUNDING = 1e-9
-"""Tolerance for rounding: 0.842 - 0.832 must not be more than 0.01."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        return self.excess <= self.chance + ROUNDING
+        return within(self.excess, self.chance)
 
     @property
     def by_chance(self) -> str:
         """A note on a value that passes although it is beyond the limit; empty for other values."""
-        if not self.passed or self.excess <= ROUNDING:
+        if not self.passed or within(self.excess, 0):
             return ""
         return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
 

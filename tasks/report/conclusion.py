@@ -83,7 +83,7 @@ def _choice(results: Results, candidate: CandidateResults) -> str:
 def _best_on_test(results: Results) -> str | None:
     """If another candidate has the best test score, name it and say why it is not chosen."""
     within = [candidate for candidate in results.candidates if candidate.name not in results.choice.closed]
-    best = max(within, key=lambda candidate: results.metric.goodness(candidate.recovered), default=None)
+    best = min(within, key=results.best_on_test, default=None)
     if best is None or best.recovered == results.named(results.choice.nearest).recovered:
         return None
     return (

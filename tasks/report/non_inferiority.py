@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tasks.artifacts.limits import within
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import ROUNDING
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
@@ -57,13 +57,13 @@ class Statistics:
 
     @property
     def interval_holds(self) -> bool:
-        return self.low >= -self.margin - ROUNDING
+        return within(-self.low, self.margin)
 
     @property
     def holds(self) -> bool:
         """Whether the examples show that the loss is within the margin."""
         enough = self.is_mean or self.examples >= _FEWEST
-        return enough and self.interval_holds and self.gain - self.unseen >= -self.margin - ROUNDING
+        return enough and self.interval_holds and within(self.unseen - self.gain, self.margin)
 
     @property
     def wanted(self) -> int | None:
@@ -71,7 +71,7 @@ class Statistics:
         if self.holds:
             return self.examples
         room = self.gain + self.margin
-        if room <= ROUNDING:
+        if within(room, 0):
             return None
         unseen = math.log(_TAIL) / math.log1p(-room) if self.is_mean and room < 1 else 0.0
         narrow = self.examples * ((self.gain - self.low) / room) ** 2
@@ -127,11 +127,10 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
         return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
     if all(loss.interval_holds for loss in open_.values()):
         first = next(iter(open_.values()))
-        count = counted(first.examples, "example")
-        few = f"a change in {percent(first.unseen)} of all examples may show in none of {count}"
+        few = f"{counted(first.examples, 'example')} can miss a change that affects {percent(first.unseen)} of all examples"
         reason = few if first.is_mean else "no interval from so few examples is reliable"
-        return f": {reason}; {examples_wanted(open_.values())} would"
-    return f": {examples_wanted(open_.values())} would"
+        return f": {reason}; {examples_wanted(open_.values())} would show it"
+    return f": {examples_wanted(open_.values())} would show it"
 
 
 def examples_wanted(losses: Iterable[Statistics]) -> str:

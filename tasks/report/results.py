@@ -246,12 +246,12 @@ class Results:
 
     def at(self, keep: str) -> list[CandidateResults]:
         """Return the candidates at `keep`, best test metric first; ties are ordered as for a promotion."""
+        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=self.best_on_test)
 
-        def order(candidate: CandidateResults) -> tuple[float, ...]:
-            by_validation = best_first(self.measured[candidate.name], self.task.metric)
-            return -self.metric.goodness(candidate.recovered), *by_validation
-
-        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
+    def best_on_test(self, candidate: CandidateResults) -> tuple[float, ...]:
+        """Return a sort key: the best test metric first; ties are ordered as for a promotion."""
+        by_validation = best_first(self.measured[candidate.name], self.task.metric)
+        return -self.metric.goodness(candidate.recovered), *by_validation
 
     def metric_of(self, model: ScoredModel) -> float:
         """Return the test metric of a model that was scored in torch."""

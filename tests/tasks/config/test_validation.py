@@ -22,6 +22,7 @@ from tasks.config import validation as checking
 from tasks.config.schema import Importance, Params, ParamsError
 from tasks.config.validation import check, mistakes
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
+from tasks.runtime import code_folders
 from tests.workspace import REPOSITORY, merged, plain, repository_params, tiny_params, write_params
 
 Place = tuple[str | int, ...]
@@ -110,7 +111,7 @@ class TestFoundGood:
             return ["seed: is bad"] if content["seed"] == 1 else []
 
         (tmp_path / "code/part").mkdir(parents=True)
-        monkeypatch.setattr(checking, "code_folders", lambda: {"code": tmp_path / "code"})
+        monkeypatch.setattr(code_folders, "code_folders", lambda: {"code": tmp_path / "code"})
         monkeypatch.setattr(checking, "mistakes", mistakes)
         write_params(tmp_path, tiny())
         check()

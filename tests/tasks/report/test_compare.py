@@ -370,7 +370,7 @@ def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> N
     assert not re.findall(r"<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", whole_page())
     ids = re.findall(r'\bid="([^"]+)"', whole_page())
     assert len(ids) == len(set(ids))
-    assert not re.search("Zero-shot|What they write|onnxruntime", page())
+    assert not re.search("Zero-shot|Generated text|onnxruntime", page())
     assert "What it writes" not in (compare.CARDS / "svd-0.5.md").read_text()
     assert "onnxruntime" not in compare.TEXT.read_text()
     assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
