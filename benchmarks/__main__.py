@@ -14,6 +14,7 @@ from eckart.ranks import RankSearch
 from eckart.ranks.waterfill import Waterfill
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Export, exported, section
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.hardware import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -73,7 +74,7 @@ def main() -> None:
     dvc("repro", "--force", "--single-item", "benchmark")  # so that all times are of this machine
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
-    writes = load_task().kind == "language_modeling"
+    writes = kind_of(load_task()).running_text
     if not writes:  # the exported graph of a language model also needs a cache as input
         print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)

@@ -25,7 +25,7 @@ from eckart.factorization.weighted_svd import decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
 
-BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
+BATCHES, EXAMPLES, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four of BERT-base's twelve layers are enough, since all cost the same.
 
 There are two batches, since the first starts the sums, and the second is added to them.
@@ -102,8 +102,8 @@ def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[
 def calibration() -> None:
     config = BertConfig(num_hidden_layers=LAYERS, vocab_size=1000)
     model = BertForSequenceClassification(config).eval()
-    words = torch.randint(1000, (ROWS, TOKENS))
-    batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(ROWS) % 2}
+    words = torch.randint(1000, (EXAMPLES, TOKENS))
+    batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(EXAMPLES) % 2}
     batches = [batch] * BATCHES
     targets = find_targets(model, batch, include=["*.encoder.*"]).targets
     jobs: dict[str, Callable[[], object]] = {
@@ -144,7 +144,8 @@ def moments(size: int) -> Tensor:
 
 def decompositions() -> None:
     print(
-        "\n| map | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD | loss at rank 192, ÷ Cholesky's - 1 |"
+        "\n| linear layer | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD "
+        "| loss at rank 192, ÷ Cholesky's - 1 |"
     )
     print("|---|---|---|---|---|---|")
     for out, in_ in SHAPES:
@@ -169,7 +170,7 @@ def main() -> None:
     torch.set_num_threads(1)
     calibration()
     decompositions()
-    batches = f"{BATCHES} batches of {ROWS} rows of {TOKENS} tokens"
+    batches = f"{BATCHES} batches of {EXAMPLES} examples of {TOKENS} tokens"
     print(f"\n1 thread, {batches}, medians of {RUNS} rounds, torch {torch.__version__}")
 
 

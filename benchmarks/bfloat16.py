@@ -65,7 +65,7 @@ def main() -> None:
         cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
         size = models[name, "bfloat16"].get_memory_footprint() / 1e6
         print(f"| {name} | {scores[name]:.4f} | {size:.1f} | {' | '.join(cells)} |")
-    print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
+    print(f"\n{threads} thread, {examples} examples of {tokens} tokens, medians of {settings.repetitions} rounds")
 
 
 if __name__ == "__main__":

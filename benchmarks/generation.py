@@ -31,7 +31,7 @@ from tasks.report.runtimes import TITLES
 from tasks.scoring.timing import ratio
 
 Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
-"""A function: inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache as inputs of the next step."""
+"""A function: inputs → logits of the last token `(batch, 1, vocabulary)`, and the cache as inputs of the next step."""
 
 BATCHES = (1, 8)
 PROMPT = 128
@@ -70,17 +70,17 @@ def write(step: Step, prompt: Batch, tokens: int) -> tuple[float, float]:
 def rows_of(
     name: str, dense: dict[Runtime, Step], small: dict[Runtime, Step], prompt: Batch, tokens: int, rounds: int
 ) -> Iterator[str]:
-    rows = len(prompt["input_ids"])
+    examples = len(prompt["input_ids"])
     pairs: dict[Runtime, list[tuple[tuple[float, float], tuple[float, float]]]] = {runtime: [] for runtime in small}
     for _ in range(1 + rounds):  # the first round is a warm-up
         for runtime, own in pairs.items():
             own.append((write(dense[runtime], prompt, tokens), write(small[runtime], prompt, tokens)))
     for runtime, (_, *timed) in pairs.items():
-        cells = [name, TITLES[runtime], str(rows)]
+        cells = [name, TITLES[runtime], str(examples)]
         for place, unit in enumerate(("{:.0f} ms", "{:.1f}")):
             others, own_seconds = ([pair[model][place] for pair in timed] for model in (0, 1))
             times = ratio(others, own_seconds)
-            shown = [1e3 * median(each) if place == 0 else rows / median(each) for each in (others, own_seconds)]
+            shown = [1e3 * median(each) if place == 0 else examples / median(each) for each in (others, own_seconds)]
             cells += [*map(unit.format, shown), f"{times.median:.2f} × ({times.low:.2f} to {times.high:.2f})"]
         yield f"| {' | '.join(cells)} |"
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds in which each model writes once; at least 6")
     asked = parser.parse_args()
     task, threads = load_task(), section("threads", Threads).candidate
-    if task.kind != "language_modeling":
+    if not kind_of(task).running_text:
         parser.error(f"the study in this folder is {task.kind}: its models write nothing")
     torch.set_num_threads(threads)
     auto = kind_of(task).auto
@@ -116,22 +116,22 @@ def main() -> None:
     exported = [name for name in asked.candidates if (ONNX / name).exists()]
     own = steps("dense", dense, list(ONNX_FILES) if exported else [], threads)
     print(
-        "| candidate | runtime | rows | first token, dense | candidate | as fast "
+        "| candidate | runtime | examples | first token, dense | candidate | as fast "
         "| tokens a second, dense | candidate | as fast |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in asked.candidates:
         small = load(FINETUNED / name, auto)[0].eval()
         ways = steps(name, small, list(ONNX_FILES) if name in exported else [], threads)
-        for rows in BATCHES:
-            prompt = random_inputs(dense, rows, PROMPT)
+        for examples in BATCHES:
+            prompt = random_inputs(dense, examples, PROMPT)
             for line in rows_of(name, own, ways, prompt, asked.written, asked.rounds):
                 print(line, flush=True)
     if exported:
         print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
         print(*files_of(["dense", *exported]), sep="\n")
     print(f"\n{PROMPT} tokens read, {asked.written} written, {asked.rounds} rounds; {threads} thread")
-    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for each token of each row.")
+    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for each token of each example.")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 
 SHAPES = [(8, 64), (32, 128)]
-"""Numbers of rows and tokens of the inputs."""
+"""Numbers of examples and tokens of the inputs."""
 ROUNDS = 15
 _PRODUCTS = ("addmm", "mm")  # products with weights; the products in attention are other operators: bmm, or fused
 
@@ -65,27 +65,29 @@ def main() -> None:
     threads, auto = section("threads", Threads).candidate, kind_of(load_task()).auto
     torch.set_num_threads(threads)
     dense = load(TEACHER, auto)[0].eval()
-    print("| candidate | rows × tokens | dense, ms | products | operations left | limit | measured | of the limit |")
+    print(
+        "| candidate | examples × tokens | dense, ms | products | operations left | limit | measured | of the limit |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     cases = {shape: random_inputs(dense, *shape) for shape in SHAPES}
     shares = {shape: share_of_products(dense, inputs) for shape, inputs in cases.items()}
     for name in asked.candidates:
         small = load(FINETUNED / name, auto)[0].eval()
-        for (rows, tokens), inputs in cases.items():
-            share = median(shares[rows, tokens])
+        for (examples, tokens), inputs in cases.items():
+            share = median(shares[examples, tokens])
             left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
             pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
             limit = 1 / (1 - share + share * left)
             times = median(original / candidate for original, candidate in pairs)
             milliseconds = 1e3 * median(original for original, _ in pairs)
             print(
-                f"| {name} | {rows} × {tokens} | {milliseconds:.0f} | {100 * share:.0f} % "
+                f"| {name} | {examples} × {tokens} | {milliseconds:.0f} | {100 * share:.0f} % "
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
                 flush=True,
             )
-    for (rows, tokens), measured in shares.items():
+    for (examples, tokens), measured in shares.items():
         spread = f"{100 * measured[0]:.0f} to {100 * measured[-1]:.0f} %"
-        print(f"\nProducts of {rows} × {tokens}: median of {ROUNDS} forwards, {spread}.")
+        print(f"\nProducts of {examples} × {tokens}: median of {ROUNDS} forwards, {spread}.")
     print(f"\n{threads} thread, torch {torch.__version__}")
 
 

@@ -44,7 +44,7 @@ class Point:
     dtype: str
     weighting: str
     layers_at_once: int | None
-    rows: int = 4
+    examples: int = 4
     tokens: int = 256
     vocabulary: int = 1000
 
@@ -56,8 +56,8 @@ class Point:
     @property
     def weights(self) -> int:
         """Return the bytes of the model's weights."""
-        maps = 4 * self.hidden**2 + 3 * self.hidden * self.mlp
-        return (self.layers * maps + self.vocabulary * self.hidden) * BYTES[self.dtype]
+        linear = 4 * self.hidden**2 + 3 * self.hidden * self.mlp
+        return (self.layers * linear + self.vocabulary * self.hidden) * BYTES[self.dtype]
 
     @property
     def statistics(self) -> int:
@@ -79,7 +79,7 @@ class Point:
         and three tensors of the MLP. It holds no inputs of linear layers: their weights are frozen, and kfac does not
         need the inputs in the backward pass.
         """
-        size, tokens = BYTES[self.dtype], self.rows * self.tokens
+        size, tokens = BYTES[self.dtype], self.examples * self.tokens
         layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
         return tokens * layer * (self.layers if self.weighting == "kfac" else 1)
 
@@ -89,7 +89,7 @@ class Point:
 
         Their product is added to the sum in place, so it needs no memory of its own.
         """
-        return 4 * self.rows * self.tokens * self.mlp
+        return 4 * self.examples * self.tokens * self.mlp
 
     @property
     def decomposition(self) -> int:
@@ -119,7 +119,7 @@ POINTS = [
     for at_once in (None, 1)
 ]
 SEVEN = [
-    Point(4096, 11008, 32, dtype, weighting, at_once, rows=1, tokens=2048, vocabulary=32000)
+    Point(4096, 11008, 32, dtype, weighting, at_once, examples=1, tokens=2048, vocabulary=32000)
     for weighting, dtype, at_once in product(KINDS, BYTES, [None, 8, 1])
 ]
 
@@ -183,7 +183,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
         for _ in range(BATCHES):
-            ids = torch.randint(1, point.vocabulary, (point.rows, point.tokens), generator=generator)
+            ids = torch.randint(1, point.vocabulary, (point.examples, point.tokens), generator=generator)
             yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
 
     before = _resident()

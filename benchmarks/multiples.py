@@ -93,8 +93,8 @@ def main() -> None:
     dense, tokenizer = load(TEACHER, kind_of(load_task()).auto)
     candidates = factorized(dense.eval(), asked.recipe, asked.keep)
     models = [dense, *(model.eval() for model, _ in candidates)]
-    rows, tokens = settings.shapes[0]
-    inputs = random_inputs(dense, rows, tokens)
+    examples, tokens = settings.shapes[0]
+    inputs = random_inputs(dense, examples, tokens)
     by_torch = in_rounds(dict(enumerate(partial(in_torch, model) for model in models)), inputs, settings.repetitions)
     with tempfile.TemporaryDirectory() as folder:
         files = {
@@ -112,7 +112,7 @@ def main() -> None:
         of_limit = torchs.median * (1 - share + share * products[place] / products[0])
         cells = [f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})" for times in (torchs, int8)]
         print(f"| {multiple} | {lost:.5f} | {cells[0]} | {100 * of_limit:.0f} % | {cells[1]} |")
-    print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
+    print(f"\n{threads} thread, {examples} examples of {tokens} tokens, medians of {settings.repetitions} rounds")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> None:
         print("|---" * (3 + len(cases)) + "|")
         for row in rows({ONE_LINE: line, **ours}, forwards, cases, threads):
             print(row, flush=True)
-    print(f"\n{threads} thread, rows × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
+    print(f"\n{threads} thread, examples × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from statistics import median
 
 THREADS = 2
-ROWS, TOKENS = 16, 32
+EXAMPLES, TOKENS = 16, 32
 STEPS, WARM = 6, 1
 POLICIES = ("", "PASSIVE")
 """OpenMP's default, and Eckart's setting."""
@@ -38,7 +38,7 @@ def steps() -> Iterator[float]:
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     model = BertForSequenceClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids, labels = torch.randint(config.vocab_size, (ROWS, TOKENS)), torch.randint(2, (ROWS,))
+    ids, labels = torch.randint(config.vocab_size, (EXAMPLES, TOKENS)), torch.randint(2, (EXAMPLES,))
     for step in range(WARM + STEPS):
         start = time.perf_counter()
         model(input_ids=ids, labels=labels).loss.backward()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,7 +45,7 @@ from eckart.model.targets import Targets, find_targets
 from eckart.ranks.budget import NoRank, Rank, cost, largest_rank
 from eckart.ranks.search import ChosenRanks, search_ranks
 from eckart.ranks.search_problem import SearchProblem
-from eckart.recipe import Recipe, complete, contradictions
+from eckart.recipe import RENAMED, Recipe, complete, contradictions
 from eckart.recipe import recipes as complete_recipes
 
 Score = Callable[[PreTrainedModel], float]
@@ -379,7 +380,7 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     try:
         valid = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(complete(recipe))
     except ValidationError as error:
-        lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {details['msg']}" for details in error.errors())
+        lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {_advice(details)}" for details in error.errors())
         raise ValueError(
             "the recipe has mistakes; to make your own, change a built-in one: "
             f'recipes()["kfac"].model_copy(update={{…}}):{lines}'
@@ -393,6 +394,11 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
             f"(`eckart run`): take one of {', '.join(closed_form)}"
         )
     return valid
+
+
+def _advice(details: ErrorDetails) -> str:
+    renamed = details["type"] == "extra_forbidden" and RENAMED.get(str(details["loc"][-1]))
+    return f"was renamed; write {renamed}" if renamed else details["msg"]
 
 
 def _trains_first(recipe: Recipe) -> bool:

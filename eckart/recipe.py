@@ -28,6 +28,9 @@ from eckart.shaping import Shaping
 PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
 """Names of the parts of a recipe that have a `kind`."""
 
+RENAMED = {"rows": "examples"}
+"""Setting of an earlier version → its name now."""
+
 
 class Recipe(BaseModel):
     """Settings of a compression: which errors matter, how ranks are chosen, and how the model recovers.

@@ -45,11 +45,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             # The message may quote the message of a library, which may contain a URL with a password.
-            sys.exit(redaction.shown(str(error)))
+            sys.exit(redaction.redact(str(error)))
         except OSError as error:
             if not error.filename:
                 raise
-            sys.exit(redaction.shown(f"{error}. Fix that and run again: finished stages are kept"))
+            sys.exit(redaction.redact(f"{error}. Fix that and run again: finished stages are kept"))
 
 
 Workers = Annotated[
@@ -207,7 +207,7 @@ def _ended_with_words() -> Iterator[None]:
         print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
-        cause = redaction.shown(str(error))
+        cause = redaction.redact(str(error))
         print(f"Prefect's server is gone ({cause}). Finished stages are kept: start it and run again.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event
@@ -299,7 +299,7 @@ def other_study(
     ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
         metrics = {study.task: study.metric for study in studies}
-        print(seeds_table.to_text(*seeds_table.combined(seeds_table.joined(results), metrics)))
+        print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
         rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
@@ -337,7 +337,7 @@ def _run_tasks(
         finished = {seed: multi_seed.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             results[study.task], pairs[study.task] = seeds_table.collect(finished)
-            print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
+            print(seeds_table.to_text(seeds_table.cells(results[study.task])), flush=True)
     return ran, results, pairs, failed
 
 

@@ -73,7 +73,7 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
     """Run `eckart run` in the workspace of a seed, and return whether it succeeded."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
-    with worktrees.held(folder) as lock:
+    with worktrees.locked(folder) as lock:
         prepare(study, seed)
         environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.

@@ -21,7 +21,7 @@ from prefect.settings import get_current_settings
 from flows.display.progress import roughly
 from flows.engine.run_options import Options
 from flows.engine.stage_processes import terminable
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.environment.settings import answers
 from flows.servers import notifications
 from flows.servers.prefect_server import how_to_reach, is_ours, prefect_server
@@ -125,7 +125,7 @@ def _announcement(name: str, due: Callable[[datetime], datetime], address: str) 
     The text does not contain the key of a server of ours.
     """
     now = datetime.now(UTC)
-    following, place = due(now), shown(address)
+    following, place = due(now), redact(address)
     variables = how_to_reach(address) if is_ours(address) else f"PREFECT_API_URL={place}"
     return (
         f"study/{name} runs the study of {Path.cwd()}. The next run is due {following:%Y-%m-%d %H:%M %Z}, "

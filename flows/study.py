@@ -30,7 +30,7 @@ from flows.engine import hang_detection, nothing_to_do, stage_processes, stage_r
 from flows.engine.run_options import Options
 from flows.engine.stages import Outcome, Planned, StageChanged
 from flows.environment import crashed_runs, settings
-from flows.environment.redaction import keep_out, shown
+from flows.environment.redaction import keep_out, redact
 from flows.tracking import database
 from flows.workspace import deployment_owner, installation
 from tasks.artifacts.errors import EckartError
@@ -89,18 +89,18 @@ def stage(
     def execute_here(command: str) -> Outcome | float:
         with slots, mirror.following(planned), progress.running(planned.name), hang_detection.noticed(warn) as noted:
 
-            def heard(line: str) -> None:
+            def on_line(line: str) -> None:
                 noted()
-                log.info(line, extra=None if progress.heard(planned.name, line) else terminal.QUIET)
+                log.info(line, extra=None if progress.show_line(planned.name, line) else terminal.QUIET)
 
-            return execute(planned, command, heard)
+            return execute(planned, command, on_line)
 
     try:
         outcome = stages.run(planned, execute_here)
     except (EckartError, OSError) as error:
         progress.failed(planned.name, str(error))
         name = _CHANGED if isinstance(error, StageChanged) else "Failed"
-        return Failed(name=name, message=shown(str(error)))
+        return Failed(name=name, message=redact(str(error)))
     progress.done(outcome)
     mirror.record(outcome)
     place = f", in {outcome.place}" if outcome.place else ""
@@ -137,7 +137,7 @@ def study(
         deployment_owner.check()
         installation.refresh()
         stages.check_workspace()  # before anything is written
-        with crashed_runs.noted(str(flow_run.id)):
+        with crashed_runs.lock_run(str(flow_run.id)):
             damage = database.set_aside_damaged()
             outcomes = _run(Options.of_flow(workers, timeout, task_runner))
             name, promotion = _promoted(outcomes) if promote else ("Completed", "")
@@ -145,7 +145,7 @@ def study(
         if not isinstance(error, EckartError | OSError):
             get_run_logger().exception("the study failed")
         name = _CHANGED if isinstance(error, StudyChanged) else "Failed"
-        return Failed(name=name, message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
+        return Failed(name=name, message=redact(str(error) or repr(error)), data=error)  # type: ignore[return-value]
     message = " ".join(filter(None, [f"{nothing_to_do.summary(outcomes).removesuffix('.')}.", promotion, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
@@ -165,7 +165,7 @@ def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     except Refused as refusal:
         if not refusal.gates and (changed := _changed_since(outcomes)):  # the inputs changed just now
             return _CHANGED, _postponed(changed)
-        return "Refused", shown(f"Not promoted: {refusal}")
+        return "Refused", redact(f"Not promoted: {refusal}")
     return "Promoted" if conclusion.gates else "Completed", conclusion.message
 
 
@@ -204,7 +204,7 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         with (
             stage_processes.reaping(),
-            terminal.shown(planned, side_by_side, stage_results.seconds_before()) as progress,
+            terminal.show_progress(planned, side_by_side, stage_results.seconds_before()) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
@@ -264,7 +264,7 @@ def _show_changes(study: str) -> None:
     except httpx.HTTPError:
         raise
     except Exception as error:  # DVC raises many kinds of errors if a file is missing or cannot be read
-        get_run_logger().warning("Cannot list the changes since the last complete run: %s", shown(str(error)))
+        get_run_logger().warning("Cannot list the changes since the last complete run: %s", redact(str(error)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from tasks.artifacts.paths import CARDS
 from tasks.report.card import card
 from tasks.report.choose_candidate import CHOICE
-from tasks.report.conclusion import chosen, conclusion, teacher_warning
+from tasks.report.conclusion import chosen, conclusion, dense_warning
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
@@ -29,7 +29,7 @@ def compare() -> None:
     results = load_results()
     cards = {candidate.name: card(results, candidate) for candidate in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
-    warn(teacher_warning(results))
+    warn(dense_warning(results))
     TABLE.write_text(table)
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)

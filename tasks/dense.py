@@ -1,5 +1,5 @@
 """Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, with the results
-of each example in reports/rows/dense.parquet."""
+of each example in reports/predictions/dense.parquet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dense() -> None:
         control=control,
         trivial=trivial,
         licence=licence.stated(TEACHER),
-        head=task_head.noted(TEACHER),
+        head=task_head.read_note(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
 

@@ -1,5 +1,5 @@
 """Stage evaluate: score a candidate after each step of its compression, and measure its size →
-reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/rows/RECIPE-KEEP.parquet."""
+reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/predictions/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def evaluate(recipe: str, keep: str) -> None:
         raise StageError(
             f"the targets keep {result.target_parameters} parameters, more than the {allowed} of keep={keep}"
         )
-    factorized_rows: dict[str, Rows] = {"factorized": {"test": before.rows}} if before else {}
-    write_rows(name, factorized_rows | {"recovered": rows})
+    unrecovered: dict[str, Predictions] = {"factorized": {"test": before.predictions}} if before else {}
+    write_predictions(name, unrecovered | {"recovered": predictions})
     EVALUATIONS.mkdir(parents=True, exist_ok=True)
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from tasks.artifacts.paths import EXPORTS, ONNX, exported_name
-from tasks.artifacts.results_schema import rows_file
+from tasks.artifacts.results_schema import predictions_file
 from tasks.config.schema import Export, section
 from tasks.exporting.onnx import export_model
 from tasks.models.model_io import TEACHER
@@ -18,9 +18,9 @@ def export_dense() -> None:
         export_model("dense", TEACHER)
         return
     with output(ONNX / "dense"):  # DVC wants every output to exist
-        for file in (rows_file(exported_name("dense")), EXPORTS / "dense.json"):
+        for file in (predictions_file(exported_name("dense")), EXPORTS / "dense.json"):
             file.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame().to_parquet(rows_file(exported_name("dense")))
+        pd.DataFrame().to_parquet(predictions_file(exported_name("dense")))
         (EXPORTS / "dense.json").write_text("{}")
 
 

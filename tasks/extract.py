@@ -20,7 +20,7 @@ def extract() -> None:
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
-            say(f"{name}: {len(frame)} rows")
+            say(f"{name}: {len(frame)} examples")
         names = ("metric", "max_length", "target_length", "prefix", "stride", "seed")
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)

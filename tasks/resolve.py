@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import sys
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from tasks.artifacts import stage_inputs
+from tasks.artifacts import atomic_files, stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.config import validation
 from tasks.config.resolved import resolve
@@ -30,11 +31,10 @@ def main() -> None:
     source = hashlib.md5(PARAMS.read_bytes(), usedforsecurity=False).hexdigest()
     parameters = _with_used_recipes(resolve(read()))
     stages = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
-    new = RESOLVED.with_name(f"{RESOLVED.name}.new")
-    with new.open("w") as file:
-        file.write(f"# Written by the stage `resolve` from params.yaml and code {all_code()}; edits are overwritten.\n")
-        YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, file)
-    new.replace(RESOLVED)  # replaced, not overwritten: RESOLVED may be a link into DVC's cache
+    text = io.StringIO()
+    text.write(f"# Written by the stage `resolve` from params.yaml and code {all_code()}; edits are overwritten.\n")
+    YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, text)
+    atomic_files.write(RESOLVED, text.getvalue())
     stage_inputs.write("resolve", stage_inputs.Inputs(parameters={str(PARAMS): source}))
 
 

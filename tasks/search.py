@@ -119,7 +119,7 @@ class _Data:
         data = self.encoded("train")
         if rows is not None and rows < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
-            data = data.select(order[:rows].tolist())
+            data = data.select(order[:examples].tolist())
         self.steps += train(
             self.model,
             self.collate,

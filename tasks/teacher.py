@@ -47,7 +47,7 @@ def teacher() -> None:
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
         licence.write(folder, base.licence)
-        task_head.note(folder, base.head)
+        task_head.write_note(folder, base.head)
 
 
 def _check(base: Base, settings: Training, task: Task) -> None:

@@ -47,7 +47,7 @@ with Path("eckart/ranks/energy.py").open("a") as file:
     file.write("# edited\\n")
 resolve.main()
 
-limits = dict(fewest_of_class=None, fewest_rows=None)
+limits = dict(fewest_of_class=None, fewest_examples=None)
 os.chdir(tiny_workspace(Path("task"), data=dict(task="second_word", metric="error_rate"), check=limits))
 check()
 for stage in ("extract", "check", "teacher", "control", "dense"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from tests.workspace import REPOSITORY
 
 VAGUE = ("Of ", "What ", "Who ", "Whose ", "How ")
 """Beginnings of docstrings that do not say what a thing is or does."""
+OLD_WORDS = re.compile(
+    r"(?<!importance\.)\bevidence\b|\blinear maps?\b|\bcannot tell\b|\breports/rows\b", re.IGNORECASE
+)
+"""Words of earlier versions: calibration statistics, linear layer, not significantly different, reports/predictions."""
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:
@@ -29,3 +34,16 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
 def test_docstrings_begin_with_what_a_thing_is_or_does(package: str) -> None:
     vague = [f"{place}: {text.splitlines()[0]}" for place, text in docstrings(package) if text.startswith(VAGUE)]
     assert vague == []
+
+
+@pytest.mark.parametrize("folder", ["eckart", "tasks", "flows", "benchmarks", "examples", "deploy", "docs", "studies"])
+def test_each_thing_has_one_name(folder: str) -> None:
+    files = [file for file in sorted((REPOSITORY / folder).rglob("*")) if file.suffix in {".py", ".j2", ".md", ".yaml"}]
+    assert files
+    old = [
+        f"{file.relative_to(REPOSITORY)}:{number}: {found.group()}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if (found := OLD_WORDS.search(line))
+    ]
+    assert old == []

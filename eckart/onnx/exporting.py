@@ -54,13 +54,13 @@ class Exported:
     Attributes:
         parameters: number of floating-point numbers in the file.
         bytes: size of the file, including separate weights.
-        rows: number of examples on which the outputs were compared.
+        examples: number of examples on which the outputs were compared.
         difference: largest difference between two logits.
     """
 
     parameters: int
     bytes: int
-    rows: int
+    examples: int
     difference: float
 
 
@@ -115,17 +115,17 @@ def export(
         sample = _with_cache(model, texts[0])
         parameters = _write(model, sample, written)
         compared = [*texts, *batches]
-        rows, difference = _compare(model, written, sample, compared)
+        examples, difference = _compare(model, written, sample, compared)
         if int8:
             from eckart.onnx.int8 import quantize  # needs the extra
 
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
             quantize(exact, written, list(calibration) or texts)
-            rows, difference = _compare(model, written, sample, compared, same=False)
+            examples, difference = _compare(model, written, sample, compared, same=False)
         size = sum(part.stat().st_size for part in written.parent.iterdir())
         _move(written, file)
-    return Exported(parameters, size, rows, difference)
+    return Exported(parameters, size, examples, difference)
 
 
 class _Logits(nn.Module):
@@ -299,7 +299,7 @@ def _compare(
     """
     names = [name for name in sample if not name.startswith(PAST)]
     answer = runner(file, torch.get_num_threads())
-    rows, largest = 0, 0.0
+    examples, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
@@ -322,8 +322,8 @@ def _compare(
                 )
             if int((wanted.argmax(-1) != given.argmax(-1)).sum()) > _TIES * len(wanted):
                 raise ExportError(f"onnxruntime predicts other classes than torch: {file.name} was not written")
-        rows += len(values)
-    return rows, largest
+        examples += len(values)
+    return examples, largest
 
 
 def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
         ValueError: `keep` lies outside (0, 1].
     """
     if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} is no share: write a number above 0 and up to 1")
+        raise ValueError(f"keep={keep} is not a share: write a number above 0 and up to 1")
     # rounded first, so that 0.29 of 100 is 29, not 28
     return int(round(keep * sum(target.parameters for target in targets), 6))
 

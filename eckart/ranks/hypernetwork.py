@@ -73,7 +73,9 @@ class Hypernetwork(Optimization, Method):
     learning_rate: float = Field(1e-3, gt=0, description="learning rate; constant after the warm-up")
     warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
-    rows: int | None = Field(4000, ge=1, description="maximum number of training examples for the search; null: all")
+    examples: int | None = Field(
+        4000, ge=1, description="maximum number of training examples for the search; null: all"
+    )
     budget_weight: float = Field(16.0, gt=0, description="weight λ of the penalty R on parameters above the budget")
     alignment_weight: float = Field(
         10.0, ge=0, description="weight γ of R_align, which makes masks keep the largest singular values; 0: none"
@@ -104,7 +106,7 @@ class Hypernetwork(Optimization, Method):
     def search(self, problem: SearchProblem) -> SearchResult:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
-        problem.train(self, rule, self.rows)
+        problem.train(self, rule, self.examples)
         if self.selection == "ranks":
             return SearchResult(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
         for name, weight in rule.selected_weights().items():

@@ -8,7 +8,7 @@ from eckart.calibration.statistics import Statistics
 from eckart.model.targets import Storage, Target
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, Ranks, allowance, stored, total
-from eckart.ranks.search_problem import SearchProblem, SearchResult
+from eckart.ranks.search_problem import SearchProblem, SearchResult, losses_of_components
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.shaping.outcome import average_rank, empty_rows, share_left
@@ -87,13 +87,13 @@ def search_ranks(
     predicted_loss = None
     if result.spectra is not None:
         predicted_loss = {
-            name: 0.0 if rank is None else float(result.spectra[name][rank:].square().sum() / 2)
+            name: 0.0 if rank is None else float(losses_of_components(result.spectra[name][rank:]).sum())
             for name, rank in result.ranks.items()
         }
     chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
-        raise ValueError(f"the ranks keep {after} parameters, more than a keep of {keep:g} allows")
+        raise ValueError(f"the ranks keep {after} parameters, more than keep={keep:g} allows")
     return chosen
 
 

@@ -28,6 +28,11 @@ KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized
 """Caption of the measure `kept`, which several searches report."""
 
 
+def losses_of_components(spectrum: Tensor) -> Tensor:
+    """Return the predicted loss of cutting each component of a target, ½ S_k², from its weighted singular values."""
+    return spectrum.square() / 2
+
+
 class Train(Protocol):
     """Function that trains the search's model on the task, with the common training loop, and leaves it on the CPU.
 
@@ -35,7 +40,7 @@ class Train(Protocol):
     examples to use, drawn at random (None: all).
     """
 
-    def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
+    def __call__(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Tolerance(Method):
         description="allowed relative increase r of the loss (0.1: 10 %); null: the least with which keep is met",
     )
     grid: int = Field(4, ge=1, description="ranks that are tried for each target")
-    rows: int = Field(64, ge=1, description="maximum number of calibration examples on which the loss is measured")
+    examples: int = Field(64, ge=1, description="maximum number of calibration examples on which the loss is measured")
     times: Literal["macs", "measured"] = Field(
         "macs",
         description="how r is divided among targets: macs, by multiply-accumulates; measured, by seconds, so "
@@ -91,7 +91,7 @@ class Tolerance(Method):
             problem.targets,
             self,
             problem.keep,
-            problem.calibration(self.rows),
+            problem.calibration(self.examples),
             problem.weighting,
             loss=problem.objective.loss,
             calibration_loss=problem.objective.calibration_loss,

@@ -1,6 +1,6 @@
 """Waterfill (ours): a rank search that spends each parameter of the budget where it saves the most predicted loss.
 
-A target at rank r costs as many parameters as its storage needs, and its predicted loss is Σ_{k>r} S_k², with S its
+A target at rank r costs as many parameters as its storage needs, and its predicted loss is ½ Σ_{k>r} S_k², with S its
 weighted singular values. Dense, it costs out · in and loses nothing. A move takes a target to any higher rank, or makes
 it dense. Among the moves of all targets, the search always makes the one that saves the most loss per parameter. Each
 target thus follows the lower convex hull of its points (parameters, predicted loss). As factors, all ranks cost the
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
-from eckart.ranks.search_problem import ByFormula, Spectra
+from eckart.ranks.search_problem import ByFormula, Spectra, losses_of_components
 
 
 class Waterfill(ByFormula):
@@ -60,7 +60,8 @@ class Waterfill(ByFormula):
         states = []
         for target in targets:
             price = self.embedding_price if target.looks_up else 1.0
-            states.append(_State.of(target, spectra[target.name].double().square() / price, self.multiple))
+            savings = losses_of_components(spectra[target.name].double()) / price
+            states.append(_State.of(target, savings, self.multiple))
         left -= sum(state.cost for state in states)
         queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
         heapq.heapify(queue)

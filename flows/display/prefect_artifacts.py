@@ -11,7 +11,7 @@ import pandas as pd
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.engine import stages
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from tasks.artifacts.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def _markdown(text: str, key: str) -> None:
-    create_markdown_artifact(shown(text), key=key)
+    create_markdown_artifact(redact(text), key=key)
 
 
 def _short(number: str) -> str:

@@ -98,7 +98,7 @@ class Progress:
                 del self._rows[name]
                 self._bars.remove_task(row)
 
-    def heard(self, name: str, line: str) -> bool:
+    def show_line(self, name: str, line: str) -> bool:
         """Show a line that a stage printed, and return whether it should also be logged.
 
         A line that reports a step of a training is logged only if it is the first one of a quarter of the steps.

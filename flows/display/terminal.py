@@ -70,7 +70,7 @@ def log_above() -> None:
 
 
 @contextmanager
-def shown(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) -> Iterator[Progress]:
+def show_progress(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) -> Iterator[Progress]:
     """Show a study's `Progress` while the block runs: in the live display if there is one, else as log lines."""
     if bars := _bars:
         _clear(bars)

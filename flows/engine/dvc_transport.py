@@ -29,7 +29,7 @@ from dvc_data.hashfile.hash_info import HashInfo
 from flows.engine import cached_objects, lock_file
 from flows.engine.locks import bookkeeping, repository
 from flows.engine.stages import Planned, StageChanged, definition_of, noted_digests, resolve_parameters, restore
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 from tasks.runtime.code_digests import CodeChanged, check_stage
 
@@ -325,5 +325,5 @@ def _transport(what: str) -> Iterator[Repo]:
         except LockError as error:
             raise TransportFailed(f"{what}: a flow runs in this workspace; wait until it ends: {error}") from error
         except Exception as error:  # each kind of remote fails in its own way
-            cause = f"the DVC remote cannot be used: {shown(str(error) or repr(error))}; `dvc remote list` names it"
+            cause = f"the DVC remote cannot be used: {redact(str(error) or repr(error))}; `dvc remote list` names it"
             raise TransportFailed(f"{what}: {cause}") from error

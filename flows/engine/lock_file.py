@@ -20,6 +20,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
+from tasks.artifacts import atomic_files
+
 log = logging.getLogger(__name__)
 
 LOCK = Path("dvc.lock")
@@ -44,9 +46,7 @@ def write(stage: PipelineStage) -> None:
         stage.dump(update_pipeline=False)
         return
     after, replaced = lines.subn(lambda _: entry, before)
-    new = file.with_name(f"{file.name}.new")  # not in .dvc/tmp, which may be on another disk
-    new.write_text(after if replaced else before + entry, "utf-8")
-    new.replace(file)
+    atomic_files.write(file, after if replaced else before + entry)
 
 
 def digests(entry: Mapping[str, Any], part: Literal["deps", "outs"]) -> dict[str, str]:

@@ -13,15 +13,16 @@ import shutil
 import sqlite3
 import stat
 import tempfile
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from flows.environment.sqlite_check import damage
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "DVC_SITE_CACHE_DIR"
 FOLDER = Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOPEN)
 
 
 def choose() -> None:
@@ -60,7 +61,6 @@ def heal(folder: Path) -> None:
 
 def _is_damaged(file: Path) -> bool:
     try:
-        with closing(sqlite3.connect(file)) as database:
-            return bool(database.execute("PRAGMA quick_check").fetchone() != ("ok",))
-    except sqlite3.DatabaseError as error:
-        return error.sqlite_errorcode & 0xFF in _DAMAGED  # other errors, such as a lock, are no damage
+        return bool(damage(file))
+    except sqlite3.OperationalError as error:
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN  # such as a folder; a lock is no damage

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.engine import forked_stage, orphaned_processes, supervisor
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 
 # Slow imports, but none of our own code: if that was edited later, the server would still have the old version.
@@ -121,7 +121,7 @@ class _Lines(threading.Thread):
     def run(self) -> None:
         try:
             with self._output:
-                for line in map(shown, self._output):
+                for line in map(redact, self._output):
                     self._count += 1
                     self.last = line.rstrip() or self.last
                     self._log(line.rstrip())
@@ -140,7 +140,7 @@ class _Lines(threading.Thread):
 
 
 def flow_has_ended() -> bool:
-    """Whether the flow has ended, so that no stage may begin any more."""
+    """Whether the flow has ended, so that no new stage may start."""
     return _stopping.is_set()
 
 
@@ -156,7 +156,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def reaping() -> Iterator[None]:
-    """At the end of the block, or at an error in it, kill all stages that still run, and let none begin any more."""
+    """At the end of the block, or at an error in it, kill all stages that still run, and let no new one start."""
     _stopping.clear()
     try:
         yield

@@ -114,7 +114,7 @@ def plan() -> list[Planned]:
                 continue
             upstream = tuple(up.name for up in graph.successors(stage) if up.cmd)
             definition = _definition(stage)
-            kind = (_nameless(stage.name, definition), *(kinds[name] for name in upstream))
+            kind = (_without_recipe_name(stage.name, definition), *(kinds[name] for name in upstream))
             kinds[stage.name] = numbers.setdefault(kind, len(numbers))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
@@ -258,10 +258,10 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
     if restore(repo, stage):
         return "Restored"
     stage.save_deps()
-    return "Restored" if _take(stage, definition) else "Executed"
+    return "Restored" if _reuse(stage, definition) else "Executed"
 
 
-def _take(stage: PipelineStage, definition: str) -> bool:
+def _reuse(stage: PipelineStage, definition: str) -> bool:
     """Check out the outputs of an earlier stage that did the same work, maybe for a recipe with another name.
 
     Returns:
@@ -279,7 +279,7 @@ def _take(stage: PipelineStage, definition: str) -> bool:
     return _is_whole(stage)
 
 
-def _nameless(name: str, definition: str) -> str:
+def _without_recipe_name(name: str, definition: str) -> str:
     """Return the definition of the stage `name` with `*` in place of the recipe's name.
 
     If the stages of two recipes do the same work, they then have the same definition.
@@ -421,7 +421,7 @@ def _computation(stage: PipelineStage, definition: str) -> str:
     If the stages of two recipes do the same work, they have the same digest.
     """
     read = [str(dep.hash_info.value) for dep in _files(stage)]
-    return _digest(json.dumps([_nameless(stage.name, definition), read]))
+    return _digest(json.dumps([_without_recipe_name(stage.name, definition), read]))
 
 
 def _cache(stage: PipelineStage) -> Path:

@@ -54,7 +54,9 @@ class Entry:
         """Return a description of each difference between the parameters in the entry and in the stage's record."""
         files = self.content.get("params", {}).values()
         parameters = {
-            stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
+            stage_inputs.without_recipe_name(path, self.stage): value
+            for values in files
+            for path, value in values.items()
         }
         source = {path: md5 for path, md5 in lock_file.digests(self.content, "deps").items() if path == str(PARAMS)}
         entered, ran_with = parameters | source, record.parameters

@@ -26,7 +26,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @contextmanager
-def noted(run: str) -> Iterator[None]:
+def lock_run(run: str) -> Iterator[None]:
     """Mark earlier runs whose process was killed as crashed; then hold this run's file locked while the block runs."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
     for file in _FOLDER.glob("[!.]*"):  # a file with a leading dot is not locked yet

@@ -23,7 +23,7 @@ def keep_out() -> None:
     sys.excepthook = _print_redacted
 
 
-def shown(text: str) -> str:
+def redact(text: str) -> str:
     """Return a text, such as a URL or an error message, without the user names, passwords and tokens in it."""
     text = re.sub(r'://[^\s/"<>]*@', "://", text)
     for name, value in os.environ.items():
@@ -44,14 +44,14 @@ class _RedactingFactory:
             message = record.getMessage()
         except Exception:  # the arguments do not fit the message; the handler reports that
             return record
-        if (redacted := shown(message)) != message:
+        if (redacted := redact(message)) != message:
             record.msg, record.args = redacted, None
         if record.exc_info and record.exc_info[1]:
             trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            if (redacted := shown(trace)) != trace:
+            if (redacted := redact(trace)) != trace:
                 record.exc_text, record.exc_info = redacted, None
         return record
 
 
 def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -54,7 +54,7 @@ def apply() -> None:
     """Set the default settings in the environment, and remove secrets from everything that this process logs."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    _pass_proxies_by()
+    _bypass_proxies()
     site_cache.choose()
     redaction.keep_out()
     # flows/servers/access_key.py reports this as an error.
@@ -63,7 +63,7 @@ def apply() -> None:
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
 
 
-def _pass_proxies_by() -> None:
+def _bypass_proxies() -> None:
     """Make connections to this machine bypass the proxies that the environment names."""
     if not {"http_proxy", "https_proxy", "all_proxy"} & {name.lower() for name in os.environ}:
         return
@@ -96,7 +96,7 @@ def importable() -> dict[str, str]:
 
 def use_local_server() -> None:
     """Use the Prefect server of `eckart ui` or `serve` if it runs, unless environment or profile name another."""
-    if "PREFECT_API_URL" not in os.environ and asked(f"{PREFECT_ADDRESS}/api/health")[0]:
+    if "PREFECT_API_URL" not in os.environ and http_get(f"{PREFECT_ADDRESS}/api/health")[0]:
         from flows.servers import prefect_server  # slow
 
         prefect_server.use_local()
@@ -104,16 +104,16 @@ def use_local_server() -> None:
 
 def answers(url: str) -> bool:
     """Whether a server answers in time. A request for a password counts as an answer."""
-    return asked(url)[0] in (200, 401, 403)
+    return http_get(url)[0] in (200, 401, 403)
 
 
-def asked(url: str, seconds: float = 5) -> tuple[int, bytes]:
+def http_get(url: str, seconds: float = 5) -> tuple[int, bytes]:
     """Send a GET request, and return the HTTP status and the first bytes of the answer.
 
     The status is 0 if no answer comes within `seconds` or if the connection is refused.
     """
     try:
-        with urlopen(redaction.shown(url), timeout=seconds) as response:
+        with urlopen(redaction.redact(url), timeout=seconds) as response:
             return response.status, response.read(_LONGEST)
     except HTTPError as error:
         return error.code, b""

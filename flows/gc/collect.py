@@ -74,7 +74,7 @@ def _worktrees() -> list[Path]:
 def _is_free(stack: ExitStack, folder: Path) -> bool:
     """Try to lock a workspace until the stack is closed, and return whether this succeeded."""
     try:
-        stack.enter_context(worktrees.held(folder))
+        stack.enter_context(worktrees.locked(folder))
     except WorkspaceError:
         return False
     return True

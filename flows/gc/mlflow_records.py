@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,8 +48,7 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
         raise CannotCollect(
             f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"
         )
-    own = database.is_local() and not os.environ.get("MLFLOW_REGISTRY_URI")
-    if own and not database.FILE.exists() and not last_champion.last(model):
+    if database.all_is_local() and not database.FILE.exists() and not last_champion.last(model):
         yield set(), [_registered(0)]
         return
     with versions.connected(model) as registry:

@@ -16,11 +16,11 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
 from tasks.models.model_io import UNLOADABLE, check_length, load
-from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import Answers, Scored
+from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
+from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
 from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, Promotion, short
-from tasks.report.results import DENSE, read_rows
+from tasks.report.results import DENSE, read_predictions
 from tasks.runtime.stage_runner import StageError, quiet
 from tasks.scoring.bootstrap import resampled, standard_error
 
@@ -62,7 +62,7 @@ class Recorded:
     """DVC's digest of the test examples."""
     metric: float
     """The candidate's metric on the test examples."""
-    teacher: float
+    dense: float
     """The original model's metric on the test examples."""
     validation: Measured
     """Measurements for the limits of params.yaml, with the metric on the validation examples."""
@@ -113,19 +113,19 @@ def measure(
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
         scored = _champions(champion, tokenizer, task, terms)
-        error = _error(task, ours.rows, scored.rows)
+        error = _error(task, ours.predictions, scored.predictions)
         gates.append(gain(metric, scored.score.metric, error, champion, terms))
     return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
     """Return the candidate's measurements, with metrics and standard error replaced by those on the test examples."""
-    rows = read_rows(Path(), DENSE[0], "dense")
+    predictions = read_predictions(Path(), DENSE[0], "dense")
     return replace(
         candidate.validation,
         metric=scored.score.metric,
-        teacher=candidate.teacher,
-        standard_error=_error(task, scored.rows, rows[rows.model == DENSE[1]]),
+        dense=candidate.dense,
+        standard_error=_error(task, scored.predictions, predictions[predictions.model == DENSE[1]]),
     )
 
 
@@ -223,7 +223,7 @@ def _difference(
     if kind_of(task).problem_type:
         config = model.config
         theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))
-        wanted = _meaning(kind_of(task).problem_type, task.labels)
+        wanted = kind_of(task).meaning(task.labels)
         return f"answers {theirs}, and this study {wanted}" if theirs != wanted else ""
     if kind_of(task).running_text and tokenizer.get_vocab() != ours.get_vocab():
         return "has another vocabulary, so that its perplexity is that of other tokens"
@@ -231,10 +231,9 @@ def _difference(
 
 
 def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
-    """Return in words the meaning of the outputs of a head: a number, or labels."""
-    if problem_type == "regression":
-        return "a number"
-    return ("any of " if problem_type == "multi_label_classification" else "") + ", ".join(map(str, labels))
+    """Return in words what a head answers: its labels, or a number."""
+    kinds = (task_class(name) for name in TASK_NAMES)
+    return next((kind for kind in kinds if kind.problem_type == problem_type), NlpTask).meaning(labels)
 
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:

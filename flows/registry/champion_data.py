@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from mlflow import MlflowClient
 
 from flows.engine import cached_objects, dvc_transport, stages
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.registry import last_champion
 from flows.tracking import database
 from tasks.artifacts.task_spec import REFERENCE, SPLITS
@@ -32,7 +32,7 @@ def refresh(study: str, model: str) -> None:
     try:
         digests = _digests(study, model)
     except Exception as error:  # a store may raise any error, and none may stop the study
-        log.warning("the champion's data cannot be looked up (%s): %s stays as it is", shown(str(error)), REFERENCE)
+        log.warning("the champion's data cannot be looked up (%s): %s stays as it is", redact(str(error)), REFERENCE)
         return
     cache = stages.cache_dir()
     if not dvc_transport.fetch_outputs(digests.values()):

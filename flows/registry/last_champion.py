@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
+
+from tasks.artifacts import atomic_files
 
 _FILE = Path(".eckart/champions.json")
 log = logging.getLogger(__name__)
@@ -35,11 +36,9 @@ def note(model: str, champion: Noted) -> None:
     champions = _read()
     if champions.get(model) == champion:
         return
-    new = _FILE.with_name(f"{_FILE.name}.new")
     try:
         _FILE.parent.mkdir(exist_ok=True)
-        new.write_bytes(_Champions.dump_json(champions | {model: champion}, indent=1))
-        os.replace(new, _FILE)
+        atomic_files.write(_FILE, _Champions.dump_json(champions | {model: champion}, indent=1).decode())
     except OSError as error:
         log.warning("the champion cannot be noted: %s", error)
 

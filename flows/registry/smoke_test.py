@@ -15,7 +15,7 @@ import mlflow
 import pandas as pd
 
 from flows.engine import supervisor
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 
 _PATIENCE = 600  # seconds until a version must have answered
@@ -42,7 +42,7 @@ def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
             try:
                 mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=folder)
             except Exception as error:  # each kind of store raises other errors
-                raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
+                raise SmokeFailed(f"its example cannot be downloaded: {redact(str(error))}") from error
         else:
             split = rows.to_dict(orient="split", index=False)
             # default=list: pandas holds a list of words as an array
@@ -71,4 +71,4 @@ def _predict(model: str, question: Path, answer: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
     if process.returncode:
-        raise SmokeFailed(shown(" ".join(process.stderr.strip().splitlines()[-1:])) or "it ended without a message")
+        raise SmokeFailed(redact(" ".join(process.stderr.strip().splitlines()[-1:])) or "it ended without a message")

@@ -22,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
 from flows.registry.promotion_lock import turn
@@ -66,7 +66,7 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        cause = " ".join(shown(str(error)).split())
+        cause = " ".join(redact(str(error)).split())
         raise RegistryError(
             f"the model registry at {_place()} failed: {cause}. Run again when it works: "
             "the next run finishes or undoes what was begun"
@@ -107,7 +107,7 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
 
 def _place() -> str:
     """Return the URL of the registry without its password."""
-    return shown(mlflow.get_registry_uri())
+    return redact(mlflow.get_registry_uri())
 
 
 def _absolute(address: str) -> str:
@@ -153,13 +153,13 @@ class Registry:
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
                 self._note(str(champion.version))
-        elif not first and (had := self._had()):
+        elif not first and (had := self._last_known_champion()):
             raise RegistryLost(
                 f"the model registry at {_place()} has no champion of {self.name}, but this workspace has had {had}. "
                 "Restore that registry, or start a new one with `eckart promote --first`"
             )
 
-    def _had(self) -> str:
+    def _last_known_champion(self) -> str:
         """Return in words the last champion of this workspace, or the damaged registry that may hold it; else empty."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
@@ -260,7 +260,7 @@ class Registry:
         try:
             files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
         except Exception as error:  # each kind of store raises other errors; the registry itself has just answered
-            log.warning("the files of version %s cannot be fetched: %s", number, shown(str(error)))
+            log.warning("the files of version %s cannot be fetched: %s", number, redact(str(error)))
             files = folder
         return files / model_package.MODEL
 

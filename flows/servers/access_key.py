@@ -55,7 +55,7 @@ def _unusable(reason: str) -> ServerError:
     )
 
 
-def made() -> str:
+def read_or_create() -> str:
     """Return the key; create it if there is none. If two processes create it at once, both get the same key.
 
     Raises:
@@ -100,7 +100,7 @@ def auth_string() -> str | None:
         None if the variable is set but empty: then the servers ask for no password.
 
     Raises:
-        ServerError: the variable is not `user:password`, or the key cannot be used; see `made`.
+        ServerError: the variable is not `user:password`, or the key cannot be used; see `read_or_create`.
     """
     if os.environ.get(_VARIABLE) == "":  # the user wants no password
         return None
@@ -108,4 +108,4 @@ def auth_string() -> str | None:
     own = setting.get_secret_value() if setting else ""
     if own and not all(own.partition(":")):
         raise ServerError(f"{_VARIABLE} must be USER:PASSWORD, with a colon")
-    return own or made()
+    return own or read_or_create()

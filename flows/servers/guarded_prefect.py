@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
+from flows.environment.sqlite_check import damage
 from flows.servers.access_guard import Guard
 
 _LONGEST = 200  # characters of a library's message that are printed
@@ -42,7 +42,7 @@ def main() -> None:
     try:
         if file:
             _check_database(file, settings.server.memo_store_path)
-        asyncio.run(_serve(listener, f"Prefect {shown(database)}"))
+        asyncio.run(_serve(listener, f"Prefect {redact(database)}"))
     except Exception as error:
         print(_message(error, file), flush=True)
         os._exit(1)  # threads of the server's services may still run
@@ -61,10 +61,8 @@ def _check_database(file: Path, memory: Path) -> None:
     if not file.exists() or not file.stat().st_size:
         memory.unlink(missing_ok=True)
         return
-    with closing(sqlite3.connect(file, timeout=60)) as opened:
-        ((answer,),) = opened.execute("PRAGMA quick_check(1)")
-    if answer != "ok":
-        raise sqlite3.DatabaseError(answer)
+    if cause := damage(file, 60):
+        raise sqlite3.DatabaseError(cause)
 
 
 async def _serve(listener: socket.socket, serves: str) -> None:

@@ -19,7 +19,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 
 _REPORTED = ("Failed", "Crashed", "Late", "Refused", "Promoted")
@@ -54,7 +54,7 @@ def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
         ids = [_block(client, name) for name in blocks]
         client.delete_resource_owned_automations(owner)
         if ids:
-            pages = shown(get_current_settings().ui_url or str(client.api_url).rstrip("/").removesuffix("/api"))
+            pages = redact(get_current_settings().ui_url or str(client.api_url).rstrip("/").removesuffix("/api"))
             client.create_automation(_report_states(deployment, ids, owner, pages))
             client.create_automation(_report_silence(deployment, ids, owner, silence))
 

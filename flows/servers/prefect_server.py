@@ -31,7 +31,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from flows.environment import settings
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.servers import access_guard, access_key
 from flows.servers.access_key import ServerError
 
@@ -56,11 +56,11 @@ def require() -> str | None:
     api = get_current_settings().api
     if not (address := api.url):
         return None
-    status, body = settings.asked(f"{address.rstrip('/')}/health", api.request_timeout)
+    status, body = settings.http_get(f"{address.rstrip('/')}/health", api.request_timeout)
     if not status:
-        raise ServerError(f"Prefect's server at {shown(address)} does not answer: start it, or unset {_URL}")
+        raise ServerError(f"Prefect's server at {redact(address)} does not answer: start it, or unset {_URL}")
     if (status == 200 and body != b"true") or (status == 404 and _is_here(address)):
-        raise ServerError(f"the program at {shown(address)} is no Prefect server: correct {_URL}, or unset it")
+        raise ServerError(f"the program at {redact(address)} is no Prefect server: correct {_URL}, or unset it")
     given = api.auth_string.get_secret_value() if api.auth_string else None
     if _is_here(address) and given in (None, access_key.known()):
         if is_ours(address):
@@ -68,7 +68,7 @@ def require() -> str | None:
             _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}", access_key.auth_string()))
         elif given:
             raise ServerError(
-                f"the server at {shown(address)} does not have this machine's key, so the key is not sent. "
+                f"the server at {redact(address)} does not have this machine's key, so the key is not sent. "
                 "A server on another machine needs a key of its own: PREFECT_SERVER_API_AUTH_STRING"
             )
     _check_key()
@@ -84,11 +84,13 @@ def _check_key() -> None:
         except PrefectHTTPStatusError as error:
             if error.response.status_code == 401:
                 raise ServerError(
-                    f"Prefect's server at {shown(str(client.api_url))} asks for another key: set {_AUTH} to the key "
+                    f"Prefect's server at {redact(str(client.api_url))} asks for another key: set {_AUTH} to the key "
                     "that it was started with"
                 ) from error
         except (httpx.HTTPError, ValueError) as error:
-            raise ServerError(f"Prefect's server at {shown(str(client.api_url))} fails: {shown(str(error))}") from error
+            raise ServerError(
+                f"Prefect's server at {redact(str(client.api_url))} fails: {redact(str(error))}"
+            ) from error
 
 
 def use_local() -> None:
@@ -107,7 +109,7 @@ def use_temporary() -> None:
     """
     if get_current_settings().api.url:
         return
-    if settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
+    if settings.http_get(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
         log.warning("%s; this run starts a server of its own", _who_has(settings.PREFECT_ADDRESS))
     logging.getLogger("prefect.flow_runs").addFilter(lambda record: not record.getMessage().startswith("View at "))
     stack = ExitStack()
@@ -179,7 +181,7 @@ def is_ours(address: str) -> bool:
     if not _is_here(address) or not (key := access_key.known()):
         return False
     nonce, port = secrets.token_hex(), urlsplit(address).port or 80
-    status, body = settings.asked(f"http://{settings.LOOPBACK}:{port}{access_guard.PROOF}?{nonce}")
+    status, body = settings.http_get(f"http://{settings.LOOPBACK}:{port}{access_guard.PROOF}?{nonce}")
     return status == 200 and hmac.compare_digest(body, access_guard.proof(key, port, nonce).encode())
 
 
@@ -235,7 +237,7 @@ def _listener(port: int) -> socket.socket:
 def _who_has(address: str) -> str:
     """Return in words which program listens at a URL where we want to start a server."""
     place = address.removeprefix("http://")
-    status, body = settings.asked(f"{address}/api/health")
+    status, body = settings.http_get(f"{address}/api/health")
     if is_ours(address):
         return f"{place} is a server of `eckart ui` or `eckart serve` ({serves(address) or 'an older one'})"
     if status == 200 and body == b"true":
@@ -254,7 +256,7 @@ def _environment(pages: bool, auth: str | None) -> dict[str, str]:
         **os.environ,
         **ours.to_environment_variables(exclude_unset=True),
         **settings.importable(),
-        "ECKART_SERVER_KEY": access_key.made(),
+        "ECKART_SERVER_KEY": access_key.read_or_create(),
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     }
     environment.pop("PREFECT_SERVER_API_AUTH_STRING", None)
@@ -295,11 +297,11 @@ def _set(variables: dict[str, str | None]) -> None:
 
 def _await(server: subprocess.Popen[bytes], address: str, output: IO[bytes]) -> None:
     end = time.monotonic() + _PATIENCE
-    while settings.asked(f"{address}/api/health") != (200, b"true"):
+    while settings.http_get(f"{address}/api/health") != (200, b"true"):
         if server.poll() is not None:
             output.seek(0)
             cause = output.read().decode(errors="replace").strip()
-            raise ServerError(shown(cause) or f"Prefect's server ended with code {server.returncode}")
+            raise ServerError(redact(cause) or f"Prefect's server ended with code {server.returncode}")
         if time.monotonic() > end:
             raise ServerError(f"Prefect's server did not answer within {_PATIENCE} s")
         time.sleep(0.05)

@@ -89,7 +89,7 @@ def _prefect(port: int) -> Iterator[Page]:
     """Yield Prefect's page, which shows the runs of all workspaces; start its server if needed."""
     current, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
     if (url := current.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
-        place = redaction.shown(current.ui_url or url.rstrip("/").removesuffix("/api"))
+        place = redaction.redact(current.ui_url or url.rstrip("/").removesuffix("/api"))
         yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False, remote=True)
     elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(_MLFLOW):
         yield Page(address, _runs(address), ours=False)  # of `eckart serve` or another `eckart ui`
@@ -114,9 +114,9 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
     store, address = database.address(), f"http://{settings.LOOPBACK}:{port}"
     if store.startswith("http"):
         shows = f"{_study()}, at the server that MLFLOW_TRACKING_URI names"
-        yield Page(redaction.shown(store), shows, ours=False, remote=True), None
+        yield Page(redaction.redact(store), shows, ours=False, remote=True), None
         return
-    shows, serves = f"{_study()}, in {redaction.shown(store)}", f"{_MLFLOW}{redaction.shown(store)}"
+    shows, serves = f"{_study()}, in {redaction.redact(store)}", f"{_MLFLOW}{redaction.redact(store)}"
     if (running := prefect_server.serves(address)) == serves:
         yield Page(address, shows, ours=False), None
         return
@@ -160,7 +160,7 @@ def _environment(store: str, address: str, serves: str) -> dict[str, str]:
         "MLFLOW_SERVER_ALLOWED_HOSTS": f"{settings.LOOPBACK}:*,localhost:*",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": os.environ.get("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false"),
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": address,
-        "ECKART_SERVER_KEY": access_key.made(),
+        "ECKART_SERVER_KEY": access_key.read_or_create(),
         "ECKART_SERVES": serves,
         **({"ECKART_AUTH_STRING": auth} if auth else {}),
     }

@@ -9,9 +9,10 @@ import fcntl
 import logging
 import os
 import sqlite3
-from contextlib import closing
 from itertools import chain, count
 from pathlib import Path
+
+from flows.environment.sqlite_check import damage
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,11 @@ def registry_address() -> str:
 def is_local() -> bool:
     """Whether the tracking store is the database file in the working directory."""
     return address() == _own()
+
+
+def all_is_local() -> bool:
+    """Whether tracking store and model registry are both the database file in the working directory."""
+    return {address(), registry_address()} == {_own()}
 
 
 def _own() -> str:
@@ -76,10 +82,6 @@ def damaged() -> list[Path]:
 def _damage() -> str:
     """Return the fault that SQLite finds in the database file; empty if the file is sound, locked or not readable."""
     try:
-        with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=rw", uri=True)) as connection:
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        return damage(FILE)
     except sqlite3.OperationalError:  # locked or not readable: MLflow reports that
         return ""
-    except sqlite3.DatabaseError as error:
-        return str(error)
-    return "" if verdict == "ok" else " ".join(str(verdict).split())

@@ -36,7 +36,7 @@ from mlflow.utils.mlflow_tags import (
 from pydantic import BaseModel
 
 from flows.engine.stages import Outcome, Planned
-from flows.environment.redaction import shown
+from flows.environment.redaction import redact
 from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks.artifacts import stage_inputs
@@ -215,7 +215,7 @@ class Mirror:
     def page(self, run: str | None = None) -> str:
         """Return the URL of the page in MLflow of a run, or of the parent run. `start` must have been called."""
         address = database.address()
-        server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
+        server = redact(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
 
     def _complete(self, candidate: str) -> None:

@@ -11,6 +11,7 @@ import logging
 from importlib.metadata import version
 from pathlib import Path
 
+from tasks.artifacts import atomic_files
 from tasks.runtime.code_folders import CODE, PIPELINE, all_code
 
 log = logging.getLogger(__name__)
@@ -28,9 +29,7 @@ def refresh() -> None:
     for path, text in derived().items():
         if path.read_text() != text:
             log.warning("%s follows the installed eckart %s: commit it", path, version("eckart"))
-            new = path.with_name(f"{path.name}.new")  # a process that reads meanwhile finds a whole file, old or new
-            new.write_text(text)
-            new.replace(path)
+            atomic_files.write(path, text)
 
 
 def derived() -> dict[Path, str]:

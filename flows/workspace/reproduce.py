@@ -141,7 +141,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
         CannotReproduce: the stage could not be run again.
     """
     folder, cache = wanted.folder, stages.cache_dir()
-    with worktrees.held(folder), stage_processes.terminable():
+    with worktrees.locked(folder), stage_processes.terminable():
         orphaned_processes.refuse(folder)
         worktrees.check_out(folder, wanted.commit)
         from_cache = not again and dvc_transport.fetch_outputs(wanted.outs.values())
@@ -224,7 +224,7 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
             continue
         digest = YAML(typ="safe").load(folder / tracked)["outs"][0]["md5"]
         if not dvc_transport.fetch_outputs([digest]):
-            raise CannotReproduce(f"{part} as {tracked} of that revision records it is in neither cache nor remote")
+            raise CannotReproduce(f"the {part} that {tracked} records is in neither the cache nor the remote")
         cached_objects.copy(cache, digest, folder / part)
 
 
@@ -244,7 +244,7 @@ def _reasons(wanted: LockedStage) -> list[str]:
     reasons = [next(filter(None, changes), f"{wanted.stage} was not recorded anew")]
     if packages := _packages(wanted.requirements):
         reasons.append(f"other packages than {_REQUIREMENTS} of that revision: {', '.join(packages)}")
-    return [*reasons, "another kind of CPU, or another build of torch: float sums may end in other last bits"]
+    return [*reasons, "another kind of CPU, or another build of torch: float sums may differ in their last bits"]
 
 
 def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

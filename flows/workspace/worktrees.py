@@ -72,7 +72,7 @@ def refuse(edited: set[str], who: str) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[IO[str]]:
+def locked(folder: Path) -> Iterator[IO[str]]:
     """Lock a workspace while the block runs, since a second process could check out other code in it.
 
     Raises:

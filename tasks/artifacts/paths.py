@@ -28,7 +28,7 @@ CARDS = Path("reports/cards")
 
 
 def exported_name(name: str) -> str:
-    """Return the name under which `rows_file` has an exported model's per-example results, such as `kfac-0.33.onnx`."""
+    """Return the `name` of an exported model's per-example results in `predictions_file`, such as `kfac-0.33.onnx`."""
     return f"{name}.onnx"
 
 

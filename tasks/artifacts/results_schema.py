@@ -25,12 +25,12 @@ Runtime = Literal["torch", "onnx", "int8"]
 Which = Literal["dense", "candidate"]
 
 
-def rows_file(name: str) -> Path:
+def predictions_file(name: str) -> Path:
     """Return the path of the table with the results of a model on each example, from which metrics can be computed.
 
     `name` is a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
     """
-    return Path(f"reports/rows/{name}.parquet")
+    return Path(f"reports/predictions/{name}.parquet")
 
 
 class Result(BaseModel):
@@ -42,7 +42,7 @@ class Score(Result):
 
     metric: float
     loss: float
-    rows: int
+    examples: int
     metrics: dict[MetricName, float]
     """All metrics of this kind of task, including `metric`."""
 

@@ -58,7 +58,7 @@ def write(stage: str, inputs: Inputs) -> None:
     file.write_text(json.dumps(inputs.model_dump(), indent=1, sort_keys=True) + "\n")
 
 
-def nameless(parameter: str, stage: str) -> str:
+def without_recipe_name(parameter: str, stage: str) -> str:
     """Return the dotted path of a parameter with `*` in place of the name of the stage's recipe."""
     if not (candidate := candidate_of(stage)):
         return parameter
@@ -72,7 +72,7 @@ def _parameters(paths: list[str], stage: str) -> Iterator[tuple[str, Any]]:
     item = dict(zip(("recipe", "keep"), recipe_and_keep(candidate_of(stage)), strict=True))
     for path in paths:
         named = _VARIABLE.sub(lambda variable: str(_at({**values, "item": item}, variable[1])), path)
-        yield nameless(named, stage), _at(values, named)
+        yield without_recipe_name(named, stage), _at(values, named)
 
 
 def _at(content: Any, path: str) -> Any:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, overload
 
@@ -41,7 +42,12 @@ RESOLVED = Path("resolved.yaml")
 """File with the parameters that every other stage reads; the stage `resolve` writes it from params.yaml."""
 
 _LONGEST = 200  # most characters of a value that a message quotes
-_RENAMED = {"importance.evidence": "importance.statistics"}  # key of an earlier version → its name now
+_RENAMED = {  # key of an earlier version, as a shell pattern → the last part of its path now
+    "importance.evidence": "statistics",
+    "check.fewest_rows": "fewest_examples",
+    "check.drift_rows": "drift_examples",
+    "recipes.*.ranks.rows": "examples",  # also in ranks.ranks
+}
 
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
@@ -188,7 +194,7 @@ class Data(Section):
 
 
 class Check(Section):
-    fewest_rows: Count | None = Field(8, description="minimum number of examples in each split")
+    fewest_examples: Count | None = Field(8, description="minimum number of examples in each split")
     fewest_of_class: Count | None = Field(
         1, description="minimum number of examples (in token classification: words) of each class in each split"
     )
@@ -212,7 +218,7 @@ class Check(Section):
         0.6,
         description="maximum change of the texts since the champion, beyond chance (AUC of a classifier; 0.5: none)",
     )
-    drift_rows: Count = Field(5000, description="maximum number of old, and of new, texts for that classifier")
+    drift_examples: Count = Field(5000, description="maximum number of old, and of new, texts for that classifier")
 
 
 class Model(Section):
@@ -531,8 +537,9 @@ def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> li
     for details in errors:
         keys, free = _located(details["loc"], content, kind)
         path = ".".join(filter(None, [prefix, *keys]))
-        if path in _RENAMED:
-            lines.append(f"{path}: was renamed; write {_RENAMED[path]}")
+        renamed = next((name for pattern, name in _RENAMED.items() if fnmatchcase(path, pattern)), None)
+        if renamed:
+            lines.append(f"{path}: was renamed; write {'.'.join([prefix, *keys[:-1], renamed])}")
         else:
             lines.append(f"{path}: {_advice(details, free)}")
     return lines

@@ -25,7 +25,7 @@ from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
 from tasks.config.schema import PARAMS, ParamsError
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.runtime.code_folders import code_folders
+from tasks.runtime.code_folders import all_code
 
 if TYPE_CHECKING:
     from eckart.recipe import Recipe
@@ -68,10 +68,7 @@ def found_good(content: Mapping[str, Any]) -> bool:
 
 def _state(content: Mapping[str, Any]) -> str:
     """Return a digest of params.yaml's content and of all code that decides whether it has mistakes."""
-    digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
-    for file in (file for folder in code_folders().values() for file in sorted(folder.rglob("*.py"))):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    return hashlib.sha256(f"{pydantic.VERSION} {all_code()} {content}".encode()).hexdigest()
 
 
 def mistakes(content: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from tasks.artifacts import atomic_files
 from tasks.config.schema import PARAMS
 
 
@@ -20,9 +20,7 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
     change(content, changes)
     text = io.StringIO()
     yaml().dump(content, text)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text.getvalue())
-    os.replace(new, path)  # in one step: a process that reads the file sees either the old or the new text
+    atomic_files.write(path, text.getvalue())
 
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
             keys = [repr(content) for content in _contents(source[name])]
             repeated = np.array([key in seen for key in keys], bool)
             if repeated.any():
-                say(f"{name}: {repeated.sum()} rows left out, since they are also in validation or test")
+                say(f"{name}: {repeated.sum()} examples left out, since they are also in validation or test")
             parts[name] = source[name][~repeated]
             seen.update(keys)
     return parts

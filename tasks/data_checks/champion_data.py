@@ -38,14 +38,14 @@ def changes(
     if reference and reference[1].kind != task.kind:
         why, reference = f"the champion's task is {reference[1].kind}, and this one is {task.kind}", None
     if reference is None:
-        yield from (unmeasured(measure, _BOTH, why) for measure in ("lost rows", "label shift", "text drift"))
+        yield from (unmeasured(measure, _BOTH, why) for measure in ("lost examples", "label shift", "text drift"))
         return
     then, task_then = reference
     # A row of running text may be a line or a whole book, so characters are counted instead of rows.
     count = (lambda rows: int(rows["text"].str.len().sum())) if kind_of(task).running_text else len
     before, after = count(then), count(now)
     note = f"there were {before}, now {after}: restore the lost ones in the source, or raise check.largest_lost"
-    yield at_most("lost rows", _BOTH, max(0.0, 1 - after / before), limits.largest_lost, note)
+    yield at_most("lost examples", _BOTH, max(0.0, 1 - after / before), limits.largest_lost, note)
     yield _label_shift(now, task, then, task_then, limits)
     yield _text_drift(now, then, limits)
 
@@ -67,7 +67,7 @@ def _text_drift(now: pd.DataFrame, then: pd.DataFrame, limits: Check) -> Finding
         return unmeasured("text drift", _BOTH, f"it needs at least {FEWEST} texts of each")
     if limits.largest_drift is None:
         return unmeasured("text drift", _BOTH, "check.largest_drift is null")
-    value, chance = drift(new, old, limits.drift_rows)
+    value, chance = drift(new, old, limits.drift_examples)
     note = (
         "a classifier tells them apart: find out why, or raise check.largest_drift until a champion knows these texts"
     )

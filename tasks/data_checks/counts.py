@@ -18,19 +18,23 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
     """Yield the findings on each split: each is a count or a share with its limit."""
     kind = kind_of(task)
     if kind.running_text:
-        for measure in ("rows", "doubled rows", "leaked rows"):
+        for measure in ("examples", "duplicates", "leaked examples"):
             yield unmeasured(measure, "all splits", "rows of running text are lines, which repeat")
         return
     for name, rows in splits.items():
         yield at_least(
-            "rows", name, len(rows), limits.fewest_rows, "add rows to the source, or lower check.fewest_rows"
+            "examples",
+            name,
+            len(rows),
+            limits.fewest_examples,
+            "add examples to the source, or lower check.fewest_examples",
         )
         if task.labels:
             counts = classes(rows, task)
             rarest = str(counts.idxmin())
-            note = f"of {rarest}: add rows with it to the source, remove it, or lower check.fewest_of_class"
+            note = f"of {rarest}: add examples with it to the source, remove it, or lower check.fewest_of_class"
             yield at_least("rarest class", name, int(counts[rarest]), limits.fewest_of_class, note)
-        if kind.problem_type == "regression" and limits.label_range:
+        if kind.numeric_labels and limits.label_range:
             outside = int((~rows["label"].between(*limits.label_range)).sum())
             yield at_most("labels out of range", name, outside, 0, "correct these labels, or check.label_range")
     yield from _repeated(splits, limits)
@@ -39,8 +43,8 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
 def _repeated(splits: Mapping[Split, pd.DataFrame], limits: Check) -> Iterator[Finding]:
     words = {name: contents(rows) for name, rows in splits.items()}
     for name, texts in words.items():
-        note = "remove repeated rows from the source, or raise check.largest_doubled"
-        yield at_most("doubled rows", name, float(texts.duplicated().mean()), limits.largest_doubled, note)
+        note = "remove repeated examples from the source, or raise check.largest_doubled"
+        yield at_most("duplicates", name, float(texts.duplicated().mean()), limits.largest_doubled, note)
     for name in ("validation", "test"):
         others = pd.concat([texts for other, texts in words.items() if other != name])
         share = float(words[name].isin(others).mean())
@@ -48,4 +52,4 @@ def _repeated(splits: Mapping[Split, pd.DataFrame], limits: Check) -> Iterator[F
             "apart from case, spaces and punctuation, these texts are also in another split: remove them from the "
             "source, or raise check.largest_leaked"
         )
-        yield at_most("leaked rows", name, share, limits.largest_leaked, note)
+        yield at_most("leaked examples", name, share, limits.largest_leaked, note)

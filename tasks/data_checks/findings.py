@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.artifacts.limits import within
+
 FINDINGS = Path("reports/check.json")
 
 
@@ -57,12 +59,12 @@ class Findings(BaseModel):
 
 
 def at_least(measure: str, where: str, value: float, limit: float | None, note: str) -> Finding:
-    passed = limit is None or value >= limit
+    passed = limit is None or within(limit, value)
     return Finding(measure=measure, where=where, value=value, limit=limit, passed=passed, note=note)
 
 
 def at_most(measure: str, where: str, value: float, limit: float | None, note: str, chance: float = 0.0) -> Finding:
-    passed = limit is None or value <= limit + chance
+    passed = limit is None or within(value, limit + chance)
     return Finding(measure=measure, where=where, value=value, limit=limit, chance=chance, passed=passed, note=note)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
 from eckart.calibration.losses import Batch
@@ -17,6 +18,7 @@ from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
 from tasks.data.loading import batches
 from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Rows, Scorer, load_scorer, write_rows
 
@@ -107,7 +109,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     task = load_task() if (SPLITS / "task.json").exists() else None
     auto = kind_of(task).auto if task else AutoModelForSequenceClassification
     try:
-        model, tokenizer = load(folder, auto, torch.float32)
+        model, tokenizer = load(folder, getattr(transformers, auto_class), torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
@@ -126,8 +128,8 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{file} cannot be written: {error}") from error
     logits = "its int8 logits" if int8 else "onnxruntime's logits"
     return (
-        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.rows} examples {logits} "
-        f"are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
+        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
+        f"{logits} are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
     )
 
 

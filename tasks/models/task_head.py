@@ -43,7 +43,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
         return "known"
     if config.problem_type not in (None, task.problem_type):
         return "other"
-    if task.problem_type == "regression":
+    if task.numeric_labels:
         return "known" if config.num_labels == 1 else "other"
     if _order(names, labels):
         return "known"
@@ -124,14 +124,14 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     return in_words(config, task.kind, task.labels)
 
 
-def note(folder: Path, sentence: str) -> None:
+def write_note(folder: Path, sentence: str) -> None:
     """Write a sentence on what was done with the head into the folder of the model, unless it is empty."""
     if sentence:
         (folder / _FILE).write_text(f"{sentence}\n")
 
 
-def noted(folder: Path) -> str:
-    """Return the sentence that `note` wrote into `folder`; "" if there is none."""
+def read_note(folder: Path) -> str:
+    """Return the sentence that `write_note` wrote into `folder`; "" if there is none."""
     file = folder / _FILE
     return file.read_text().strip() if file.exists() else ""
 

@@ -55,7 +55,8 @@ def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
     """Yield a phrase for each keep: the best recipe, and the recipes that are not significantly different from it."""
     goodness = METRICS[rows.metric.iloc[0]].goodness
-    undecided = pairs[(pairs.model == "recovered") & (pairs.low <= 0) & (pairs.high >= 0)]
+    recovered = pairs[pairs.model == "recovered"]
+    undecided = recovered.loc[[Interval(*ends).sign == 0 for ends in zip(recovered.low, recovered.high, strict=True)]]
     for keep, group in rows[rows.recipe != CONTROL_NAME].groupby("keep", sort=False):
         best = str(group.groupby("recipe").recovered.mean().map(goodness).idxmax())
         of_keep = undecided.loc[undecided.keep == keep, ["first", "second"]].itertuples(index=False, name=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from tasks.artifacts.metrics import METRICS, MetricName
@@ -77,20 +78,17 @@ def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
     return [row for row in rows if None in metrics or any(task in metrics for task in row.scores or {})]
 
 
-def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the lines of the table of published numbers.
+def table(rows: Sequence[Published], metrics: TaskMetrics) -> pd.DataFrame:
+    """Return the table of published numbers as text.
 
     The last column refers to the row's note by its position in `notes(rows)`, from 1. The columns of scores are the
     tasks or, in a study without tasks, the study's own metric and benchmarks of the paper.
     """
-    columns: dict[str | None, str] = {name: str(name) for name in metrics}
+    columns: dict[str | None, str] = {name: str(name) for name in metrics if name}
     if None in metrics:
         own = METRICS[metrics[None]]
-        columns = (
-            {None: f"{own.title}, %" if own.bounded else own.title}
-            if any(row.score is not None for row in rows)
-            else {}
-        )
+        if any(row.score is not None for row in rows):
+            columns[None] = f"{own.title}, %" if own.bounded else own.title
         columns |= {name: name for row in rows for name in row.scores or {}}
     averaged = None not in metrics and len(metrics) > 1 and all(METRICS[metric].bounded for metric in metrics.values())
     lines, numbers = [], notes(rows)
@@ -100,7 +98,8 @@ def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], l
         line += ["–" if value is None else f"{value:.10g}" for value in points]  # all digits that the paper gives
         line += [_mean(points)] if averaged else []
         lines.append([*line, row.source, str(numbers.index(row.note) + 1) if row.note else ""])
-    return ["method", "keep", *columns.values(), *(["mean"] if averaged else []), "source", "note"], lines
+    heads = ["method", "keep", *columns.values(), *(["mean"] if averaged else []), "source", "note"]
+    return pd.DataFrame(lines, columns=heads)
 
 
 def notes(rows: Sequence[Published]) -> list[str]:

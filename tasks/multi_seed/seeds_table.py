@@ -6,6 +6,7 @@ A study of several tasks has one table per task, and one for all tasks.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,6 @@ from tasks.runtime.hardware import cores, processor
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 CANDIDATE = ["recipe", "keep"]
-DENSE = ("dense", "–")
-"""Recipe and keep of the original model in the tables."""
-
 CONTROL = (CONTROL_NAME, "1")
 REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL_MODEL}
 
@@ -70,7 +68,7 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _rows(seed: int, results: Results, folder: Path) -> pd.DataFrame:
     rows, size = pd.DataFrame(table_numbers(results)), results.dense.size
     rows.insert(0, "seed", seed)
-    rows["test_rows"] = results.dense.score.rows
+    rows["test_rows"] = results.dense.score.examples
     rows["trivial"] = results.dense.trivial
     for name, reference in REFERENCES.items():
         rows[f"of_{name}"] = pd.Series([results.retained(value, reference) for value in rows.recovered], dtype=float)
@@ -95,34 +93,76 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
     return totals
 
 
-def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the lines of the table, one per candidate: largest keep first, then best metric first."""
+def cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of candidates as text, a line per candidate: largest keep first, then best metric first."""
     metric = METRICS[rows.metric.iloc[0]]
-    unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
-    heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored), *(f"of {name}, %" for name in REFERENCES)]
-    heads += [f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES]
-    heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "seconds"]
-    heads += ["rank after pruning", f"shaped{unit}"]
-    groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
-    groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
+    unit = ", %" if metric.share else ""
+    groups = rows.groupby(CANDIDATE, sort=False)
+    goodness = groups.recovered.mean().map(metric.goodness)
     lines = [
-        [
-            *(str(group[name].iloc[0]) for name in CANDIDATE),
-            *(_scores(group[name], metric) for name in scored),
-            *(_one_decimal(group[f"of_{name}"] * 100) for name in REFERENCES),
-            *(_difference(group, name, metric) for name in REFERENCES),
-            percent(group.target_share.mean()),
-            f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
-            f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
-            times(group.speedup.mean()),
-            f"{group.search_steps.mean():.0f}",
-            "–" if group.seconds.isna().any() else f"{group.seconds.mean():.0f}",
-            _one_decimal(group.average_rank),
-            _scores(group["shaped"], metric),
-        ]
-        for group in groups
+        {f"{name}{unit}": _scores(group[name], metric) for name in ("trivial", "dense", "factorized", "recovered")}
+        | {f"of {name}, %": _spread(100 * group[f"of_{name}"]) for name in REFERENCES}
+        | {f"from {name}{unit} ({100 * LEVEL:.0f} %)": _difference(group, name, metric) for name in REFERENCES}
+        | {
+            "targets": percent(group.target_share.mean()),
+            "model parameters": f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
+            "MACs per token": f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
+            "speedup": times(group.speedup.mean()),
+            "search steps": f"{group.search_steps.mean():.0f}",
+            "seconds": "–" if group.seconds.isna().any() else f"{group.seconds.mean():.0f}",
+            "rank after pruning": _spread(group.average_rank),
+            f"shaped{unit}": _scores(group.shaped, metric),
+        }
+        for _, group in groups
     ]
-    return heads, lines
+    return _in_order(pd.DataFrame(lines, index=goodness.index), goodness)
+
+
+def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
+    """Return the table of all tasks as text, laid out as papers print results on GLUE.
+
+    Each candidate has a line, each task a column. The original model comes first. Metrics between -1 and 1 are printed
+    × 100. If all tasks have such metrics, the last column is their mean over the tasks, for the seeds that all tasks
+    have. A dash stands for a missing value.
+    """
+    kinds = {task: METRICS[metric] for task, metric in metrics.items()}
+    both = _with_dense(rows, {"recovered": "dense"})
+    scores = both.pivot(index=[*CANDIDATE, "seed"], columns="task", values="recovered").reindex(columns=list(kinds))
+    points = scores * [100 if kind.bounded else 1 for kind in kinds.values()]
+    goodness = (points * [kind.goodness(1) for kind in kinds.values()]).mean(axis=1).groupby(CANDIDATE).mean()
+    points.columns = pd.Index([f"{task}, {kind.title}" for task, kind in kinds.items()])
+    formats = [_one_decimal if kind.bounded else score for kind in kinds.values()]
+    if len(kinds) > 1 and all(kind.bounded for kind in kinds.values()):
+        points["mean"] = points.mean(axis=1, skipna=False)
+        formats.append(_one_decimal)
+    texts = {
+        head: points[head].dropna().groupby(CANDIDATE).agg(_spread, text).reindex(goodness.index, fill_value="–")
+        for head, text in zip(points, formats, strict=True)
+    }
+    return _in_order(pd.DataFrame(texts), goodness)
+
+
+def zero_shot(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of lm-eval's zero-shot tasks as text; the original model comes first."""
+    names = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
+    factors = {name: 1 if name.endswith(("perplexity", "bits_per_byte")) else 100 for name in names}
+    values = _with_dense(rows, {name: f"dense.{name}" for name in names}).set_index(CANDIDATE)[names] * factors
+    texts = values.groupby(CANDIDATE, sort=False).agg(_spread).reset_index()
+    return texts.rename(columns=lambda name: name.removeprefix(ZERO_SHOT).replace(".", " "))
+
+
+def _with_dense(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Put rows of the original model before `rows`. `columns`: column → the column with the original model's value."""
+    first = rows.drop_duplicates([name for name in ("task", "seed") if name in rows])
+    own = {name: first[dense] for name, dense in columns.items()}
+    return pd.concat([first.assign(recipe="dense", keep="–", **own), rows])
+
+
+def _in_order(lines: pd.DataFrame, goodness: pd.Series[float]) -> pd.DataFrame:
+    """Sort lines by keep (the original model first, then the largest) and goodness; both arguments have one order."""
+    keys = goodness.rename("goodness").reset_index()
+    keys["keep"] = pd.to_numeric(keys.keep, errors="coerce").fillna(math.inf)  # the original model has no keep
+    return lines.iloc[keys.sort_values(["keep", "goodness"], ascending=False).index].reset_index()
 
 
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
@@ -134,71 +174,18 @@ def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
     """Format mean ± spread of a metric: in percent if it is a share, otherwise with digits that suit its magnitude."""
-    return _one_decimal(values * 100) if metric.share else _spread(values, score)
+    return _spread(values * 100) if metric.share else _spread(values, score)
 
 
-def _one_decimal(values: pd.Series[float]) -> str:
-    """Format mean ± spread with one decimal, never -0.0."""
-    return _spread(values, lambda mean, spread: f"{mean:z.1f}" + ("" if spread is None else f" ± {spread:.1f}"))
+def _one_decimal(*numbers: float) -> str:
+    return " ± ".join(f"{number:z.1f}" for number in numbers)
 
 
-def _spread(values: pd.Series[float], text: Callable[[float, float | None], str]) -> str:
-    """Format the mean and the sample standard deviation (None for one seed) by `text`; a dash if a value is missing."""
-    if values.empty or values.isna().any():
+def _spread(values: pd.Series[float], text: Callable[..., str] = _one_decimal) -> str:
+    """Format the mean and the sample standard deviation (none for one seed) by `text`; a dash if a value is missing."""
+    if values.isna().any():
         return "–"
-    return text(values.mean(), values.std() if len(values) > 1 else None)
-
-
-def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return the header and lines of the table of all tasks, laid out as papers print results on GLUE.
-
-    Each candidate has a line, each task a column. The original model comes first. Metrics between -1 and 1 are printed
-    × 100. If all tasks have such metrics, the last column is their mean over the tasks, for the seeds that all tasks
-    have. A dash stands for a missing value.
-    """
-    points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
-    signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
-    goodness = (points * signs).mean(axis=1).groupby(level=CANDIDATE).mean()
-    order = sorted(goodness.index, key=lambda name: (name != DENSE, name != DENSE and -float(name[1]), -goodness[name]))
-    columns = [(f"{task}, {kind.title}", points[task], kind.bounded) for task, kind in kinds.items()]
-    if len(kinds) > 1 and all(kind.bounded for kind in kinds.values()):
-        columns.append(("mean", points.mean(axis=1, skipna=False), True))
-    lines = [
-        [
-            *name,
-            *(
-                _one_decimal(values.loc[name].dropna()) if bounded else _spread(values.loc[name].dropna(), score)
-                for _, values, bounded in columns
-            ),
-        ]
-        for name in order
-    ]
-    return [*CANDIDATE, *(head for head, _, _ in columns)], lines
-
-
-def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
-    """Return a DataFrame of the metrics after recovery: a row per candidate and seed, a column per task.
-
-    The original model has rows, too. Metrics between -1 and 1 are multiplied by 100.
-    """
-    dense = rows.drop_duplicates(["task", "seed"]).assign(
-        recipe=DENSE[0], keep=DENSE[1], recovered=lambda frame: frame.dense
-    )
-    both = pd.concat([dense, rows])
-    factor = both.task.map({task: 100 if METRICS[metric].bounded else 1 for task, metric in metrics.items()})
-    wide = both.assign(points=both.recovered * factor).set_index([*CANDIDATE, "seed", "task"]).points.unstack("task")
-    return wide.reindex(columns=list(metrics)).rename_axis(columns=None)
-
-
-def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the header and lines of the table of lm-eval's zero-shot tasks; the original model comes first."""
-    columns = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
-    factors = {name: 1 if name.endswith(("perplexity", "bits_per_byte")) else 100 for name in columns}
-    seeds = rows.drop_duplicates("seed")
-    lines = [[*DENSE, *(_one_decimal(seeds[f"dense.{name}"] * factor) for name, factor in factors.items())]]
-    for candidate, group in rows.groupby(CANDIDATE, sort=False):
-        lines.append([*map(str, candidate), *(_one_decimal(group[name] * factor) for name, factor in factors.items())])
-    return [*CANDIDATE, *(name.removeprefix(ZERO_SHOT).replace(".", " ") for name in columns)], lines
+    return text(values.mean(), values.std()) if len(values) > 1 else text(values.mean())
 
 
 def joined(tables: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
@@ -236,7 +223,7 @@ def page(
         blocks += [*_part(all_rows, pairs[None], studies[0]), *cited]
     else:
         blocks += ["Metrics after recovery, × 100 except perplexities; `dense` is the original model."]
-        blocks += [_table(*combined(all_rows, metrics)), *cited]
+        blocks += [_markdown(combined(all_rows, metrics)), *cited]
         for study in studies:
             blocks += [f"## {study.task}", *_part(rows[study.task], pairs[study.task], study)]
     return all_rows, "\n\n".join(blocks) + "\n"
@@ -245,34 +232,33 @@ def page(
 def _part(rows: pd.DataFrame, pairs: pd.DataFrame, study: StudyFile) -> list[str]:
     """Return the part of the page on one task, as Markdown blocks: settings, tables and trials."""
     facts = {"Best after recovery": "; ".join(leaders(pairs, rows)) + "."} | _facts(rows, study.params)
-    blocks = ["\n".join(f"- {topic}: {fact}" for topic, fact in facts.items()), _table(*cells(rows))]
-    heads, lines = zero_shot(rows)
-    if heads != CANDIDATE:
+    blocks = ["\n".join(f"- {topic}: {fact}" for topic, fact in facts.items()), _markdown(cells(rows))]
+    zero = zero_shot(rows)
+    if len(zero.columns) > len(CANDIDATE):
         blocks += [
             "Zero-shot tasks of lm-evaluation-harness after recovery, × 100 except perplexities and bits per byte.",
-            _table(heads, lines),
+            _markdown(zero),
         ]
     if study.tried:
-        metric = METRICS[study.metric]
-        trials = [
-            [
-                trial.recipe,
-                _change_text(trial.change),
-                _scores(pd.Series([trial.validation]), metric),
-                "*" if trial.chosen else "",
-            ]
-            for trial in study.tried
-        ]
         blocks += [
             "Trials at one keep and with one seed; the table above has each recipe's best on validation examples (*).",
-            _table(["recipe", "trial", f"validation{', %' if metric.share else ''}", ""], trials),
+            _markdown(_trials(study)),
         ]
     return blocks
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    align = ("left", *["right"] * (len(heads) - 1))
-    return pd.DataFrame(lines, columns=list(heads)).to_markdown(index=False, disable_numparse=True, colalign=align)
+def _trials(study: StudyFile) -> pd.DataFrame:
+    """Return the table of trials as text."""
+    metric, trials = METRICS[study.metric], pd.DataFrame(list(study.tried))
+    trials["change"] = trials.change.map(_change_text)
+    trials["validation"] = [_scores(pd.Series([value]), metric) for value in trials.validation]
+    trials["chosen"] = trials.chosen.map({True: "*", False: ""})
+    return trials.set_axis(["recipe", "trial", f"validation{', %' if metric.share else ''}", ""], axis="columns")
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    align = ("left", *["right"] * (len(table.columns) - 1))
+    return table.to_markdown(index=False, disable_numparse=True, colalign=align)
 
 
 def _change_text(change: Mapping[str, Any], prefix: str = "") -> str:
@@ -289,12 +275,13 @@ def _cited(study: StudyFile, metrics: TaskMetrics) -> list[str]:
     cited = published_numbers.beside(study.published, metrics)
     if not cited:
         return []
-    table, notes = _table(*published_numbers.cells(cited, metrics)), published_numbers.notes(cited)
     blocks = [
         "## Published",
         "Numbers from papers, not measured here; the last column points to the note on what differs.",
+        _markdown(published_numbers.table(cited, metrics)),
     ]
-    return [*blocks, table, *(["\n".join(f"{n}. {note}" for n, note in enumerate(notes, start=1))] if notes else [])]
+    notes = [f"{number}. {note}" for number, note in enumerate(published_numbers.notes(cited), start=1)]
+    return blocks + (["\n".join(notes)] if notes else [])
 
 
 def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
@@ -328,25 +315,25 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
 
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
     """Describe each distinct setting of recovery fine-tuning, with its recipes unless all recipes have this setting."""
-    ways: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
-        way = ", then ".join(
+        text = ", then ".join(
             f"{training.steps} steps of {training.batch_size} examples at a rate of {training.learning_rate:g}"
             for training in recovery.trainings.values()
         )
-        ways.setdefault(way, []).append(name)
-    return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
+        by_text.setdefault(text, []).append(name)
+    return [text if len(by_text) == 1 else f"{text} ({', '.join(names)})" for text, names in by_text.items()]
 
 
-def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def to_text(table: pd.DataFrame) -> str:
     """Return a table as text for the terminal."""
-    table = Table(box=SIMPLE_HEAD)
-    for position, head in enumerate(heads):
-        table.add_column(head, justify="right" if position else "left")
-    for line in lines:
-        table.add_row(*line)
-    return printed(table, width=220)
+    shown = Table(box=SIMPLE_HEAD)
+    for position, head in enumerate(table.columns):
+        shown.add_column(head, justify="right" if position else "left")
+    for line in table.itertuples(index=False):
+        shown.add_row(*line)
+    return printed(shown, width=220)
 
 
 def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:

@@ -36,8 +36,8 @@ class SequenceTask(NlpTask):
     ) -> Scored:
         outputs = self._outputs(model, tokenizer, frame, batch)
         labels = torch.tensor(self.targets(frame["label"])).numpy()
-        loss, rows = self.mean_loss(outputs, labels), self.rows(outputs, labels)
-        return self.scored(self.all_metrics(outputs, labels), loss, rows)
+        loss, predictions = self.mean_loss(outputs, labels), self.prediction_table(outputs, labels)
+        return self.scored(self.all_metrics(outputs, labels), loss, predictions)
 
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
@@ -56,8 +56,8 @@ class SequenceTask(NlpTask):
         """Return the mean loss over examples. The mean over batches would differ, as the last batch may be smaller."""
 
     @abstractmethod
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-        """Return the data frame for `Scored.rows`, from which `on_draws` computes the metric."""
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+        """Return the data frame for `Scored.predictions`, from which `on_draws` computes the metric."""
 
     @abstractmethod
     def answers_of(self, outputs: np.ndarray) -> list[Answers]: ...

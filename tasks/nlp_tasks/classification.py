@@ -55,7 +55,7 @@ class Classification(SequenceTask):
             "matthews": float(matthews_corrcoef(labels, guesses)),
         }
 
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": labels, "guess": outputs.argmax(-1)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:

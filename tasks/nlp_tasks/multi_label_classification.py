@@ -8,7 +8,7 @@ two-class softmax over the logits (z, 0), which has the same probabilities (`bin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -59,6 +59,10 @@ class MultiLabelClassification(SequenceTask):
             frame["label"] = [sorted(ids[label] for label in labels) for labels in sets[name]]
         return tuple(map(str, ids))
 
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        return f"any of {super().meaning(labels)}"
+
     @property
     def predictions(self) -> Predictions:
         return binary_logits
@@ -87,7 +91,7 @@ class MultiLabelClassification(SequenceTask):
             "exact_match": float(accuracy_score(true, guesses)),
         }
 
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": list(labels.astype(int)), "guess": list(_predicted(outputs))})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:

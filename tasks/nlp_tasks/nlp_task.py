@@ -8,7 +8,7 @@ transformers, pandas, numpy, and (through mlflow) scikit-learn and scipy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -54,7 +54,7 @@ class Scored:
     """Score of a model on some examples, with per-example results."""
 
     score: Score
-    rows: pd.DataFrame
+    predictions: pd.DataFrame
     """One row for each example, in order; `NlpTask.on_draws` computes the metric from these rows."""
 
 
@@ -98,7 +98,7 @@ class NlpTask(ABC):
 
     @abstractmethod
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Fit the trivial baseline to `train`. Return its results on each row of `frame`, as in `Scored.rows`."""
+        """Fit the trivial baseline to `train`. Return its results on `frame`, as in `Scored.predictions`."""
 
     # Data: by default text and text_pair are strings, and labels are not converted.
 
@@ -138,7 +138,7 @@ class NlpTask(ABC):
         filled = frame.drop(columns=[name for name in cls.may_be_empty if name in frame])
         if holes := (filled.isna() | filled.isin([""])).any(axis=1).sum():
             columns = " or ".join(names[str(name)] for name in filled)
-            raise StageError(f"{source} has {holes} rows with an empty {columns}: remove them")
+            raise StageError(f"{source} has {holes} examples with an empty {columns}: remove them")
         for name in cls.text_columns:
             if name in frame and not pd.api.types.is_string_dtype(frame[name]):
                 raise StageError(f"column {names[name]} of {source} is not text: data.columns must name strings")
@@ -161,6 +161,8 @@ class NlpTask(ABC):
     """Suffix of the names of model classes with this head; by default the suffix of `auto_class`."""
     problem_type: ClassVar[str | None] = None
     """The problem_type in config.json, which selects the loss; None if labels are neither classes nor numbers."""
+    numeric_labels: ClassVar[bool] = False
+    """Whether labels are numbers, and not classes."""
     own_loss: ClassVar[bool] = True
     """Whether the loss that the model returns is the mean of `loss` over examples. If not, training computes it."""
     one_graph: ClassVar[bool] = True
@@ -177,6 +179,11 @@ class NlpTask(ABC):
     def __init_subclass__(cls) -> None:
         if "auto_class" in cls.__dict__ and "head_class" not in cls.__dict__:
             cls.head_class = cls.auto_class.removeprefix("AutoModel")
+
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        """Return in words what a head with these labels answers."""
+        return ", ".join(map(str, labels))
 
     @property
     def auto(self) -> Any:
@@ -229,10 +236,10 @@ class NlpTask(ABC):
             calibration_loss={"given": self.loss, "expected": expected_losses, "drawn": drawn}[labels],
             training_loss=self.training_loss,
             predictions=self.predictions,
-            classes=self.problem_type != "regression",
+            classes=not self.numeric_labels,
         )
 
-    # Scores and answers: by default the metric is the mean of the column of `Scored.rows` with the same name.
+    # Scores and answers: by default the metric is the mean of the column of `Scored.predictions` with the same name.
 
     own_metrics: ClassVar[Mapping[MetricName, Metric]] = {}
     """Definitions of those `metrics` that tasks/artifacts/metrics.py does not define."""
@@ -240,11 +247,13 @@ class NlpTask(ABC):
     """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
     """Whether even good models are far from a perfect score, so that a low score alone causes no warning."""
+    answers_may_differ: ClassVar[bool] = False
+    """Whether rounding may change an answer altogether: it may decide between two equally likely tokens of a text."""
     pipeline: ClassVar[str] = "text-classification"
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        """Return a function that computes the study's metric on bootstrap draws of `rows`, the rows of a `Scored`."""
+        """Return a function that computes the study's metric on bootstrap draws of `rows`, of `Scored.predictions`."""
         return mean_of(rows[self.spec.metric])
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
@@ -260,8 +269,9 @@ class NlpTask(ABC):
 
     # Helpers for subclasses.
 
-    def scored(self, metrics: dict[MetricName, float], loss: float, rows: pd.DataFrame) -> Scored:
-        return Scored(Score(metric=metrics[self.spec.metric], loss=loss, rows=len(rows), metrics=metrics), rows)
+    def scored(self, metrics: dict[MetricName, float], loss: float, predictions: pd.DataFrame) -> Scored:
+        score = Score(metric=metrics[self.spec.metric], loss=loss, examples=len(predictions), metrics=metrics)
+        return Scored(score, predictions)
 
     def check_offsets(self, tokenizer: Tokenizer) -> None:
         """Check that the tokenizer can return the character offsets of its tokens.

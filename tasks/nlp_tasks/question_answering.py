@@ -211,7 +211,7 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
     )
     if astray:
         raise StageError(
-            f"{where} has {astray} rows where an answer is not at the character answer_start of column "
+            f"{where} has {astray} examples where an answer is not at the character answer_start of column "
             f"{params.columns.text_pair}: correct or remove them"
         )
     return pd.Series(answers, index=frame.index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Regression(SequenceTask):
     metrics: ClassVar = ("pearson", "spearman")
     problem_type: ClassVar = "regression"
+    numeric_labels: ClassVar = True
     trivial_answer: ClassVar = "the mean of the training labels"
     answer_columns: ClassVar = {"value": NUMBER}
 
@@ -45,8 +46,12 @@ class Regression(SequenceTask):
                     f"{column} is not numeric ({error}): correct it, or set data.task to classification"
                 ) from error
             if not np.isfinite(frame["label"]).all():
-                raise StageError(f"{column} has labels that are not finite: remove those rows")
+                raise StageError(f"{column} has labels that are not finite: remove those examples")
         return ()
+
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        return "a number"
 
     def head(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": self.problem_type}
@@ -58,7 +63,7 @@ class Regression(SequenceTask):
         values = outputs.squeeze(-1)
         return {"pearson": _correlation(pearsonr, labels, values), "spearman": _correlation(spearmanr, labels, values)}
 
-    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": labels, "value": outputs.squeeze(-1)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:

@@ -49,13 +49,16 @@ class Summarization(NlpTask):
     pipeline: ClassVar = "summarization"
     trivial_answer: ClassVar = "the first tokens of each document"
     perfect_is_far: ClassVar = True
+    answers_may_differ: ClassVar = True
     answer_columns: ClassVar = {"summary": STRING}
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
         for name, frame in splits.items():
             if blank := (frame["label"].str.strip() == "").sum():
-                raise StageError(f"the {name} split has {blank} rows with a blank {params.columns.label}: remove them")
+                raise StageError(
+                    f"the {name} split has {blank} examples with a blank {params.columns.label}: remove them"
+                )
         return ()
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:

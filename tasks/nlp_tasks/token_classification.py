@@ -67,7 +67,7 @@ class TokenClassification(NlpTask):
                 f"{column} is not lists of words: data.columns.text must name a column of lists of strings"
             )
         if empty := sum(not len(row) for row in rows):
-            raise StageError(f"{column} has {empty} rows without a word: remove them")
+            raise StageError(f"{column} has {empty} examples without a word: remove them")
         frame["text"] = [tuple(row) for row in rows]
         return frame
 
@@ -78,8 +78,8 @@ class TokenClassification(NlpTask):
             pairs = zip(frame["text"], frame["label"], strict=True)
             if wrong := sum(not pd.api.types.is_list_like(tags) or len(tags) != len(words) for words, tags in pairs):
                 raise StageError(
-                    f"the {name} split has {wrong} rows where column {params.columns.label} is not a list of as many "
-                    f"tags as {params.columns.text} has words: correct data.columns, or those rows"
+                    f"the {name} split has {wrong} examples where column {params.columns.label} is not a list of as "
+                    f"many tags as {params.columns.text} has words: correct data.columns, or those examples"
                 )
         names = names_in_source(splits["train"]["label"])
         ids = class_ids({name: frame["label"].explode() for name, frame in splits.items()}, params, names)
@@ -130,7 +130,7 @@ class TokenClassification(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model. `Scored.rows` holds the true and the predicted tags at the labelled tokens of each example."""
+        """Score a model. `Scored.predictions` has true and predicted tags at the labelled tokens of each example."""
         data = self.columns(frame, tokenizer, split)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         guesses, where = outputs.argmax(-1), labels != IGNORED

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.artifacts.limits import ROUNDING, within
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.config.schema import Limits as Limits
 from tasks.config.schema import Promotion as Promotion
 
 CHOICE = Path("reports/choice.json")
-ROUNDING = 1e-9
-"""Tolerance for rounding: 0.842 - 0.832 must not be more than 0.01."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        return self.excess <= self.chance + ROUNDING
+        return within(self.excess, self.chance)
 
     @property
     def by_chance(self) -> str:
         """A note on a value that passes although it is beyond the limit; empty for other values."""
-        if not self.passed or self.excess <= ROUNDING:
+        if not self.passed or within(self.excess, 0):
             return ""
         return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
 
@@ -81,7 +80,7 @@ class Measured:
     """The measurements of a candidate that have limits. Both metrics are from the same examples."""
 
     metric: float
-    teacher: float
+    dense: float
     """The metric of the original model."""
     standard_error: float
     """The standard error of the difference between the two metrics."""
@@ -110,10 +109,10 @@ def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
 
 
 def _drop(measured: Measured, metric: MetricName, limits: Limits) -> Gate:
-    drop, chance = METRICS[metric].worse_by(measured.metric, measured.teacher), limits.chance(measured.standard_error)
+    drop, chance = METRICS[metric].worse_by(measured.metric, measured.dense), limits.chance(measured.standard_error)
     words = (
         f"{METRICS[metric].title} {short(measured.metric)} is {short(abs(drop))} {'better' if drop < 0 else 'worse'} "
-        f"than the original model's {short(measured.teacher)}; a drop of {short(limits.largest_drop)} is allowed, and "
+        f"than the original model's {short(measured.dense)}; a drop of {short(limits.largest_drop)} is allowed, and "
         f"{short(chance)} more for chance"
     )
     return Gate(

@@ -18,7 +18,7 @@ def conclusion(results: Results) -> list[str]:
     candidate = results.named(results.choice.nearest)
     answer = results.only_answers.get(candidate.after)
     sentences = [
-        teacher_warning(results),
+        dense_warning(results),
         _choice(results, candidate),
         _best_on_test(results),
         _goals(results),
@@ -42,10 +42,10 @@ def chosen(results: Results) -> Chosen:
     )
 
 
-def teacher_warning(results: Results) -> str | None:
+def dense_warning(results: Results) -> str | None:
     """Return a warning if the original model has hardly learned the task, because then the study says little."""
     dense, trivial = results.metric_of(DENSE), results.metric_of(TRIVIAL)
-    return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.rows)
+    return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.examples)
 
 
 def alternative(results: Results) -> CandidateResults | None:
@@ -63,7 +63,7 @@ def alternative(results: Results) -> CandidateResults | None:
 
 def _choice(results: Results, candidate: CandidateResults) -> str:
     choice, validation = results.choice, results.dense.validation
-    examples = counted(validation.rows, "validation example")
+    examples = counted(validation.examples, "validation example")
     if choice.chosen:
         by_chance = "; ".join(filter(None, [gate.by_chance for gate in choice.gates[candidate.name]]))
         return (
@@ -83,7 +83,7 @@ def _choice(results: Results, candidate: CandidateResults) -> str:
 def _best_on_test(results: Results) -> str | None:
     """If another candidate has the best test score, name it and say why it is not chosen."""
     within = [candidate for candidate in results.candidates if candidate.name not in results.choice.closed]
-    best = max(within, key=lambda candidate: results.metric.goodness(candidate.recovered), default=None)
+    best = min(within, key=results.best_on_test, default=None)
     if best is None or best.recovered == results.named(results.choice.nearest).recovered:
         return None
     return (

@@ -17,13 +17,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tasks.artifacts.limits import within
 from tasks.config.schema import Goal
 from tasks.report.cells import Cell, Row, cell
-from tasks.report.choose_candidate import ROUNDING
-from tasks.report.non_inferiority import rows_wanted, statistics
+from tasks.report.non_inferiority import examples_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
-from tasks.report.runtimes import TITLES, Way, way
+from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
 
 _SMALLEST = 0.02  # the smallest keep to suggest; less leaves little of any model
 
@@ -57,7 +57,7 @@ def goal_results(results: Results) -> list[GoalResult]:
 
 def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
     amounts = {candidate.keep: _amount(results, goal, candidate.name) for candidate in results.of(recipe)}
-    meeting = [candidate for candidate in results.of(recipe) if amounts[candidate.keep] <= _limit(goal) + ROUNDING]
+    meeting = [candidate for candidate in results.of(recipe) if within(amounts[candidate.keep], _limit(goal))]
     choose = results.best if goal.largest_drop is None else results.smallest
     candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
     with_dense = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _amount(results, goal, "dense")}
@@ -80,11 +80,11 @@ def _amount(results: Results, goal: Goal, name: str) -> float:
     if goal.largest_drop is not None:
         scores = results.dense if name == "dense" else results.named(name).evaluation
         return results.metric.worse_by(scores.validation.metric, results.dense.validation.metric)
-    run = way(results, name, goal.runtime)
+    run = runtime_result(results, name, goal.runtime)
     return 1 / _speedup(run) if goal.speedup is not None else run.bytes
 
 
-def _speedup(run: Way) -> float:
+def _speedup(run: RuntimeResult) -> float:
     """Return the speedup over the original model in the same runtime, for the first input shape of the benchmark."""
     return next(iter(run.latencies.values())).of_same.median
 
@@ -109,7 +109,7 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
 
 def _halfway(amounts: Mapping[float, float], limit: float) -> float | None:
     """Return the midpoint between the smallest keep that meets the limit and the next smaller keep, which does not."""
-    best = min(keep for keep, amount in amounts.items() if amount <= limit + ROUNDING or keep == 1)
+    best = min(keep for keep, amount in amounts.items() if within(amount, limit) or keep == 1)
     low = max((keep for keep in amounts if keep < best), default=0.0)
     return None if _close(low, best) else max((low + best) / 2, _SMALLEST)
 
@@ -123,10 +123,10 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
     keeps = sorted(amounts)
     if len(keeps) == 1:
         return keeps[0] / 2
-    low = max((keep for keep in keeps[:-1] if amounts[keep] <= limit + ROUNDING), default=keeps[0])
+    low = max((keep for keep in keeps[:-1] if within(amounts[keep], limit)), default=keeps[0])
     high = keeps[keeps.index(low) + 1]
     slope = (amounts[high] - amounts[low]) / (high - low)
-    if slope <= 0 or (amounts[low] <= limit and _close(low, high)):
+    if slope <= 0 or (within(amounts[low], limit) and _close(low, high)):
         return None
     keep = low + (limit - amounts[low]) / slope
     return min(keep, high) if keep >= _SMALLEST else None
@@ -134,7 +134,7 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
 
 def _close(low: float, high: float) -> bool:
     """Whether two keeps are so close that results at a keep between them would differ less than by chance."""
-    return high - low <= max(0.01, 0.1 * high) + ROUNDING
+    return within(high - low, max(0.01, 0.1 * high))
 
 
 def goal_rows(results: Results) -> list[Row]:
@@ -144,7 +144,7 @@ def goal_rows(results: Results) -> list[Row]:
 
 def _cells(results: Results, result: GoalResult) -> dict[str, Cell]:
     name = result.candidate.name
-    run = way(results, name, result.goal.runtime)
+    run = runtime_result(results, name, result.goal.runtime)
     ends = results.difference(run.scored, DENSE)
     drops = any(goal.largest_drop is not None for goal in results.goals)
     return {
@@ -184,5 +184,7 @@ def _shown(results: Results, result: GoalResult) -> str:
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
     chosen = statistics(results, result.candidate, DENSE, margin)
-    needed = "" if chosen.wanted is None else f"; for {result.candidate.name} {rows_wanted([chosen])} would be needed"
+    needed = (
+        "" if chosen.wanted is None else f"; for {result.candidate.name} {examples_wanted([chosen])} would be needed"
+    )
     return f"none{needed}"

@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tasks.artifacts.limits import within
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import ROUNDING
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
@@ -40,41 +40,41 @@ class Statistics:
     gain: the observed difference.
     low: the worse end of its bootstrap interval.
     margin: the largest loss allowed.
-    rows: number of examples.
+    examples: number of examples.
     is_mean: whether the metric is a mean over examples of values between 0 and 1.
     """
 
     gain: float
     low: float
     margin: float
-    rows: int
+    examples: int
     is_mean: bool
 
     @property
     def unseen(self) -> float:
         """The largest share of all possible examples on which two models may differ although they agree on these."""
-        return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
+        return 1 - _TAIL ** (1 / self.examples) if self.is_mean else 0.0
 
     @property
     def interval_holds(self) -> bool:
-        return self.low >= -self.margin - ROUNDING
+        return within(-self.low, self.margin)
 
     @property
     def holds(self) -> bool:
         """Whether the examples show that the loss is within the margin."""
-        enough = self.is_mean or self.rows >= _FEWEST
-        return enough and self.interval_holds and self.gain - self.unseen >= -self.margin - ROUNDING
+        enough = self.is_mean or self.examples >= _FEWEST
+        return enough and self.interval_holds and within(self.unseen - self.gain, self.margin)
 
     @property
     def wanted(self) -> int | None:
         """Number of examples that would show non-inferiority at the same gain; None if the loss itself is too large."""
         if self.holds:
-            return self.rows
+            return self.examples
         room = self.gain + self.margin
-        if room <= ROUNDING:
+        if within(room, 0):
             return None
         unseen = math.log(_TAIL) / math.log1p(-room) if self.is_mean and room < 1 else 0.0
-        narrow = self.rows * ((self.gain - self.low) / room) ** 2
+        narrow = self.examples * ((self.gain - self.low) / room) ** 2
         return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
@@ -83,7 +83,7 @@ def statistics(results: Results, candidate: CandidateResults, reference: ScoredM
     ends, metric = results.difference(candidate.after, reference), results.metric
     gain = -metric.worse_by(candidate.recovered, results.metric_of(reference))
     low = min(metric.goodness(ends.low), metric.goodness(ends.high))
-    return Statistics(gain, low, margin, results.dense.score.rows, is_mean(results.task))
+    return Statistics(gain, low, margin, results.dense.score.examples, is_mean(results.task))
 
 
 def is_mean(task: Task) -> bool:
@@ -109,7 +109,7 @@ def verdict(results: Results, candidate: CandidateResults) -> str:
         ends = results.difference(candidate.after, reference)
         losses.append(f"{_NAMES[reference]} ({between(ends.low, ends.high, candidate.recovered)})")
     return (
-        f"{counted(results.dense.score.rows, 'test example')} {shown} that it loses at most "
+        f"{counted(results.dense.score.examples, 'test example')} {shown} that it loses at most "
         f"{score(results.limits.largest_drop)} against {' and '.join(losses)}{_missing(compared)}"
         f"{_worse(results, candidate)}."
     )
@@ -127,15 +127,13 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
         return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
     if all(loss.interval_holds for loss in open_.values()):
         first = next(iter(open_.values()))
-        few = (
-            f"a change in {percent(first.unseen)} of all examples may show in none of {counted(first.rows, 'example')}"
-        )
+        few = f"{counted(first.examples, 'example')} can miss a change that affects {percent(first.unseen)} of all examples"
         reason = few if first.is_mean else "no interval from so few examples is reliable"
-        return f": {reason}; {rows_wanted(open_.values())} would"
-    return f": {rows_wanted(open_.values())} would"
+        return f": {reason}; {examples_wanted(open_.values())} would show it"
+    return f": {examples_wanted(open_.values())} would show it"
 
 
-def rows_wanted(losses: Iterable[Statistics]) -> str:
+def examples_wanted(losses: Iterable[Statistics]) -> str:
     """Format the number of examples, to two digits, that would show non-inferiority in all comparisons."""
     most = max(loss.wanted or 0 for loss in losses)
     step = 10 ** max(0, len(str(most)) - 2)

@@ -30,8 +30,8 @@ def provenance(results: Results) -> dict[str, str]:
     processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
     ways = ", ".join(filter(None, (precision, processes)))
     return {
-        "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test examples, "
-        f"the same for every model; {cut(data)}.",
+        "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "
+        f"examples, the same for every model; {cut(data)}.",
         "Base model": base(model) + dtype,
         "Original model": original,
         **({"Trainings": f"All {ways}."} if ways else {}),

@@ -36,7 +36,7 @@ from tasks.artifacts.results_schema import (
     DenseReport,
     Evaluation,
     Exports,
-    rows_file,
+    predictions_file,
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
@@ -226,7 +226,7 @@ class Results:
         return {
             candidate.name: Measured(
                 metric=candidate.evaluation.validation.metric,
-                teacher=self.dense.validation.metric,
+                dense=self.dense.validation.metric,
                 standard_error=standard_error(self.validated[candidate.after] - self.validated[DENSE]),
                 parameters=candidate.evaluation.target_parameters,
                 keep=candidate.evaluation.target_parameters / self.target_parameters,
@@ -261,12 +261,12 @@ class Results:
 
     def at(self, keep: str) -> list[CandidateResults]:
         """Return the candidates at `keep`, best test metric first; ties are ordered as for a promotion."""
+        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=self.best_on_test)
 
-        def order(candidate: CandidateResults) -> tuple[float, ...]:
-            by_validation = best_first(self.measured[candidate.name], self.task.metric)
-            return -self.metric.goodness(candidate.recovered), *by_validation
-
-        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
+    def best_on_test(self, candidate: CandidateResults) -> tuple[float, ...]:
+        """Return a sort key: the best test metric first; ties are ordered as for a promotion."""
+        by_validation = best_first(self.measured[candidate.name], self.task.metric)
+        return -self.metric.goodness(candidate.recovered), *by_validation
 
     def metric_of(self, model: ScoredModel) -> float:
         """Return the test metric of a model that was scored in torch."""
@@ -318,8 +318,8 @@ def load_results() -> Results:
         only_answers={},
     )
     _check(results)
-    test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
-    only = {model: kind_of(task).only_answer(rows) for model, rows in test.items()}
+    test, validation = _read_predictions(results, "test"), _read_predictions(results, "validation")
+    only = {model: kind_of(task).only_answer(predictions) for model, predictions in test.items()}
     return replace(
         results,
         resampled=resampled(task, test),
@@ -343,7 +343,7 @@ def _load_settings() -> Settings:
 def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark]) -> CandidateResults:
     name, options = candidate_name(recipe, keep), _options(recipe, keep)
     if name not in benchmarks:
-        raise StageError(f"{BENCHMARKS} has no {name}: run `python -m tasks.benchmark` again")
+        raise _stale(f"{BENCHMARKS} has no {name}", "benchmark")
     return CandidateResults(
         recipe=recipe,
         keep=keep,
@@ -359,33 +359,33 @@ def _export_command(name: str) -> str:
     return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
 
 
-def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
+def _read_predictions(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
     """Load the per-example results of all models, and check that each has the expected number of examples."""
-    count = (results.dense.score if split == "test" else results.dense.validation).rows
+    count = (results.dense.score if split == "test" else results.dense.validation).examples
     commands = {"dense": "dense"}
     commands |= {each.name: f"evaluate {_options(each.recipe, each.keep)}" for each in results.candidates}
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     by_model: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in commands.items():
-        for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
-            by_model[name, str(model)] = rows
-            if len(rows) != count:
-                raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
+        for model, predictions in read_predictions(Path(), name, command, split).groupby("model", sort=False):
+            by_model[name, str(model)] = predictions
+            if len(predictions) != count:
+                raise _stale(f"{predictions_file(name)} has other {split} examples", command)
     return by_model
 
 
-def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Load the per-example results of a split from the file `rows_file(name)`.
+def read_predictions(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
+    """Load the per-example results of a split from the file `predictions_file(name)`.
 
     Error messages name `command`, the stage that makes this file.
     """
-    path = rows_file(name)
+    path = predictions_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
     except FileNotFoundError as error:
         raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
     except (OSError, ValueError) as error:
-        raise StageError(f"{path} is malformed ({error}): run `python -m tasks.{command}` again") from error
+        raise _stale(f"{path} is malformed ({error})", command) from error
 
 
 def _options(recipe: str, keep: str) -> str:
@@ -406,7 +406,7 @@ def _text(path: Path, command: str) -> str:
     except FileNotFoundError as error:
         raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise StageError(f"{path} cannot be read ({error}): run `python -m tasks.{command}` again") from error
+        raise _stale(f"{path} cannot be read ({error})", command) from error
 
 
 def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
@@ -415,9 +415,7 @@ def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise StageError(
-            f"{path} is malformed ({where}: {first['msg']}): run `python -m tasks.{command}` again"
-        ) from error
+        raise _stale(f"{path} is malformed ({where}: {first['msg']})", command) from error
 
 
 def _check(results: Results) -> None:
@@ -426,19 +424,15 @@ def _check(results: Results) -> None:
     for candidate in results.candidates:
         evaluation, file = candidate.evaluation, EVALUATIONS / f"{candidate.name}.json"
         scores = filter(None, (evaluation.shaped, evaluation.factorized, evaluation.recovered))
-        for fits, message, stage in (
-            (
-                names == {*candidate.decision.ranks},
-                f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has",
-                "search",
-            ),
-            (names == {*evaluation.targets}, f"{file} measures other targets than {TARGETS} has", "evaluate"),
-            (
-                {score.rows for score in scores} == {results.dense.score.rows},
-                f"{file} and {DENSE_METRICS} count different test examples",
-                "evaluate",
-            ),
-        ):
-            if not fits:
-                command = f"{stage} {_options(candidate.recipe, candidate.keep)}"
-                raise StageError(f"{message}: run `python -m tasks.{command}` again")
+        options = _options(candidate.recipe, candidate.keep)
+        if names != {*candidate.decision.ranks}:
+            raise _stale(f"{decision_file(candidate.name)} ranks other targets than {TARGETS} has", f"search {options}")
+        if names != {*evaluation.targets}:
+            raise _stale(f"{file} measures other targets than {TARGETS} has", f"evaluate {options}")
+        if {score.examples for score in scores} != {results.dense.score.examples}:
+            raise _stale(f"{file} and {DENSE_METRICS} count different test examples", f"evaluate {options}")
+
+
+def _stale(problem: str, command: str) -> StageError:
+    """Return an error that asks to run a stage again."""
+    return StageError(f"{problem}: run `python -m tasks.{command}` again")

@@ -18,7 +18,7 @@ TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8"
 
 
 @dataclass(frozen=True)
-class Way:
+class RuntimeResult:
     """Result of running a model in a runtime."""
 
     model: str
@@ -30,21 +30,21 @@ class Way:
     """Input shape → latency. The original model's latencies are those of the first exported candidate's benchmark."""
 
 
-def ways(results: Results) -> list[Way]:
+def runtime_results(results: Results) -> list[RuntimeResult]:
     """Return the results of the original model and each exported candidate in each runtime; [] if none was exported."""
-    return [way(results, name, runtime) for name in results.exports for runtime in TITLES]
+    return [runtime_result(results, name, runtime) for name in results.exports for runtime in TITLES]
 
 
-def way(results: Results, name: str, runtime: Runtime) -> Way:
+def runtime_result(results: Results, name: str, runtime: Runtime) -> RuntimeResult:
     """Return the result of a candidate, or of `dense`, in torch or in a runtime that it was exported for."""
     own = None if name == "dense" else results.named(name)
     latencies = _latencies(results, own, runtime)
     if runtime != "torch":
         file: ExportedFile = getattr(results.exports[name], runtime)
-        return Way(name, runtime, (exported_name(name), runtime), file.score.metric, file.bytes, latencies)
+        return RuntimeResult(name, runtime, (exported_name(name), runtime), file.score.metric, file.bytes, latencies)
     if own:
-        return Way(name, runtime, own.after, own.recovered, own.evaluation.size.bytes, latencies)
-    return Way(name, runtime, DENSE, results.dense.score.metric, results.dense.size.bytes, latencies)
+        return RuntimeResult(name, runtime, own.after, own.recovered, own.evaluation.size.bytes, latencies)
+    return RuntimeResult(name, runtime, DENSE, results.dense.score.metric, results.dense.size.bytes, latencies)
 
 
 def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime) -> Mapping[str, Latency]:
@@ -57,21 +57,21 @@ def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime)
 def runtime_rows(results: Results) -> list[Row]:
     """Return the rows of the table of exported models, for the page and the terminal."""
     rows = []
-    for run in ways(results):
-        ends = results.difference(run.scored, DENSE)
-        difference = "" if run.scored == DENSE else between(ends.low, ends.high, run.metric)
+    for result in runtime_results(results):
+        ends = results.difference(result.scored, DENSE)
+        difference = "" if result.scored == DENSE else between(ends.low, ends.high, result.metric)
         cells = {
-            "runtime": Cell(TITLES[run.runtime]),
-            results.metric.title: cell(run.metric, score, difference),
-            "size": cell(run.bytes, size),
+            "runtime": Cell(TITLES[result.runtime]),
+            results.metric.title: cell(result.metric, score, difference),
+            "size": cell(result.bytes, size),
         }
-        for shape, latency in run.latencies.items():
+        for shape, latency in result.latencies.items():
             torch, same = latency.of_torch, latency.of_same
             below = times_between(torch.low, torch.high)
-            if run.model != "dense":
+            if result.model != "dense":
                 below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
             cells[shape.replace("x", " × ")] = cell(torch.median, times, below)
-        rows.append(Row(run.model, cells))
+        rows.append(Row(result.model, cells))
     return rows
 
 
@@ -80,13 +80,13 @@ def runtimes_csv(results: Results) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("seconds", *(f"{name}{end}" for name in ("of_torch", "of_same") for end in ("", "_low", "_high")))
-    runs = ways(results)
-    timed = [f"{shape}.{name}" for shape in (runs[0].latencies if runs else ()) for name in measured]
+    found = runtime_results(results)
+    timed = [f"{shape}.{name}" for shape in (found[0].latencies if found else ()) for name in measured]
     writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
-    for way in runs:
-        ends = results.difference(way.scored, DENSE)
-        line = [way.model, way.runtime, way.metric, way.bytes, ends.low, ends.high]
-        for latency in way.latencies.values():
+    for result in found:
+        ends = results.difference(result.scored, DENSE)
+        line = [result.model, result.runtime, result.metric, result.bytes, ends.low, ends.high]
+        for latency in result.latencies.values():
             ratios = ((ratio.median, ratio.low, ratio.high) for ratio in (latency.of_torch, latency.of_same))
             line += [latency.seconds, *chain.from_iterable(ratios)]
         writer.writerow(line)

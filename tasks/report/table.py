@@ -16,7 +16,7 @@ from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
-from tasks.report.runtimes import TITLES, runtime_rows, ways
+from tasks.report.runtimes import TITLES, runtime_results, runtime_rows
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 ZERO_SHOT = "zero_shot."
@@ -213,7 +213,8 @@ def notes(results: Results) -> list[str]:
     if results.census.warning:
         sentences.append(results.census.warning)
     names = {model.scored: model.name for model in (*references(results), *map(entry, results.candidates))}
-    names |= {way.scored: f"{way.model} in {TITLES[way.runtime]}" for way in ways(results) if way.runtime != "torch"}
+    exported = [result for result in runtime_results(results) if result.runtime != "torch"]
+    names |= {result.scored: f"{result.model} in {TITLES[result.runtime]}" for result in exported}
     alike: dict[str, list[str]] = {}
     for model, name in names.items():
         if model in results.only_answers:

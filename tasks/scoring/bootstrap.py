@@ -67,7 +67,7 @@ def metric_of_all(task: Task, rows: pd.DataFrame) -> float:
 def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, np.ndarray]:
     """Return the metric of each model on all draws, `(RESAMPLES,)`. The draws depend only on the number of examples.
 
-    `models` has the per-example results (`Scored.rows`) of each model on the same examples.
+    `models` has the per-example results (`Scored.predictions`) of each model on the same examples.
     """
     count, *others = {len(rows) for rows in models.values()}
     if others:

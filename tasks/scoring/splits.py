@@ -22,8 +22,8 @@ from tasks.runtime.stage_runner import say
 from tasks.scoring.generation_samples import continuations
 from tasks.scoring.zero_shot import zero_shot
 
-Rows = Mapping[Split, pd.DataFrame]
-"""Split → per-example results (`Scored.rows`)."""
+Predictions = Mapping[Split, pd.DataFrame]
+"""Split → per-example results (`Scored.predictions`)."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,18 @@ def same_weights(before: Path, after: Path) -> bool:
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
-def write_rows(name: str, models: Mapping[str, Rows]) -> None:
+def write_predictions(name: str, models: Mapping[str, Predictions]) -> None:
     """Save the per-example results of several models in one file, with columns `model` and `split`.
 
     Args:
         name: name of a candidate, or `dense`; it becomes the name of the file.
         models: name of a model in the file, such as `recovered` → its results.
     """
-    path = rows_file(name)
+    path = predictions_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [
-        rows.assign(model=model, split=split) for model, by_split in models.items() for split, rows in by_split.items()
+        table.assign(model=model, split=split)
+        for model, by_split in models.items()
+        for split, table in by_split.items()
     ]
     pd.concat(parts, ignore_index=True).to_parquet(path, index=False)

@@ -65,6 +65,6 @@ def warning(task: Task, dense: float, trivial: float, difference: Interval, rows
             f"nothing: {numbers}. Raise data.sizes.test."
         )
     return (
-        f"The original model has learned next to nothing: {numbers}. What candidates keep of it says little: raise "
+        f"The original model has learned next to nothing: {numbers}. Scores of its candidates mean little: raise "
         "teacher.epochs, data.sizes.train or teacher.learning_rate."
     )

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eckart.training.rules import Rule
-from tasks.runtime.code_folders import code_folders
+from tasks.runtime.code_folders import all_code
 from tasks.runtime.stage_runner import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")
@@ -95,13 +95,10 @@ class Checkpoints(TrainerCallback):
 def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
     """Return a digest of everything that decides the result of the training."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()}".encode())
+    digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()} {all_code()}".encode())
     digest.update(model.config.to_json_string().encode())
     for rule in rules:
         digest.update(f"{type(rule).__name__} {rule.settings!r}".encode())
-    for folder in code_folders().values():
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.read_bytes())
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

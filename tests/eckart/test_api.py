@@ -124,6 +124,8 @@ def test_wrong_arguments_are_errors() -> None:
             eckart.compress(tiny.bert(), BATCHES, 0.5, trains_first)
     with pytest.raises(ValueError, match=r"'kfca'.*kfac"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, "kfca")
+    with pytest.raises(ValueError, match=r"ranks\.tolerance\.rows: was renamed; write examples"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, {"ranks": {"kind": "tolerance", "rows": 8}})
     with pytest.raises(ValueError, match="list"):
         eckart.compress(tiny.bert(), BATCHES[0], 0.5)
     with pytest.raises(ValueError, match="no batch"):

@@ -39,7 +39,7 @@ DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
 # Cut down to seconds; steps of the threshold are those that its rate needs to pass every singular value.
 METHODS: dict[str, dict[str, Any]] = {
     "ars": {"ranks": FEW},
-    "drone_tolerance": {"ranks": {"grid": 3, "rows": 8}},
+    "drone_tolerance": {"ranks": {"grid": 3, "examples": 8}},
     "softlm": {"ranks": {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}},
     "lpaf": {"shaping": FEW},
     "losparse": {"residual": {"low_rank": 0.2}},
@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
 RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_lpaf": ("kfac", {"shaping": {"kind": "pruning", "score": "zero_order", **PRUNING, **FEW}}),
     "elements": ("ars", {"ranks": {"selection": "elements", **FEW}}),
-    "gates": ("ars", {"ranks": {"hypernetwork": False, "rows": 6, **FEW}}),
+    "gates": ("ars", {"ranks": {"hypernetwork": False, "examples": 6, **FEW}}),
     "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
     "kfac_anchored": (
         "kfac",

@@ -107,7 +107,7 @@ def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> No
     assert exported["onnx"]["score"]["metrics"] == wanted["metrics"]
     assert exported["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     assert exported["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
-    rows = pd.read_parquet(f"reports/rows/{name}.onnx.parquet")
+    rows = pd.read_parquet(f"reports/predictions/{name}.onnx.parquet")
     for runtime, file in (("onnx", "model.onnx"), ("int8", "int8.onnx")):
         assert exported[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
         chosen = rows[rows["model"] == runtime]
@@ -194,7 +194,7 @@ def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str)
     assert small.config.id2label == {0: "negative", 1: "positive"}
     result = read(f"reports/evaluate/{name}.json")[step]
     dense = read("reports/dense.json")["validation" if step == "validation" else "score"]
-    assert result["rows"] == len(test) == dense["rows"]
+    assert result["examples"] == len(test) == dense["examples"]
     assert result["metric"] == accuracy_score(labels, outputs.argmax(-1))
     assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
 

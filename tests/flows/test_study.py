@@ -198,7 +198,7 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     recipes = YAML(typ="safe").load((root / "params.yaml").read_text())["recipes"]
     recipes["kfac"]["recovery"] |= {"learning_rate": 1.0e30, "steps": 4}
     recipes["svd"]["recovery"]["steps"] = 1
-    change(root, recipes=recipes, study={"control": "svd"}, export={"recipes": []}, check={"fewest_rows": 7})
+    change(root, recipes=recipes, study={"control": "svd"}, export={"recipes": []}, check={"fewest_examples": 7})
     third = flows(root, "run")
     assert third.exit_code == 1
     # resolve, check, control, dense, and finetune and evaluate of svd: another limit of check trains nothing again
@@ -237,10 +237,10 @@ def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
     monkeypatch.setattr("flows.engine.stages.read_now", unreadable)
     root = study.copied(tmp_path / "workspace")
     before = digests(root / "models")
-    change(root, teacher={"learning_rate": 2.0e-3}, check={"fewest_rows": 30})
+    change(root, teacher={"learning_rate": 2.0e-3}, check={"fewest_examples": 30})
     done = flows(root, "run")
     assert done.exit_code == 1
-    assert re.search(r"^1 stages failed, .*\n  check: .*check\.fewest_rows", done.output, re.MULTILINE)
+    assert re.search(r"^1 stages failed, .*\n  check: .*check\.fewest_examples", done.output, re.MULTILINE)
     assert unreadable.called
     assert ">broken<" in (root / "reports/check.html").read_text()
     assert not (root / "data/checked.json").exists()

@@ -261,7 +261,7 @@ def mean_loss(model: PreTrainedModel) -> float:
 def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() -> None:
     dense = tiny.bert().eval()
     targets = [each for each in found(dense).targets if isinstance(each, Product) or "dense" not in each.name]
-    settings = Tolerance(kind="tolerance", increase=0.5, grid=4, rows=12, times="macs")
+    settings = Tolerance(kind="tolerance", increase=0.5, grid=4, examples=12, times="macs")
     walked = copy.deepcopy(dense)
     ranks = tolerated_ranks(walked, targets, settings, 1.0, BATCHES, INPUTS)
     assert any(ranks[each.name] for each in targets if isinstance(each, Product))
@@ -278,7 +278,7 @@ def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() ->
 def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     svd = repository_params()["recipes"]["svd"]
     svd["recovery"] |= {"steps": 2, "batch_size": 8}
-    ranks = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8, "times": "macs"}
+    ranks = {"kind": "tolerance", "increase": None, "grid": 3, "examples": 8, "times": "macs"}
     borrowed = {**svd, "ranks": {"kind": "borrowed", "weighting": {"kind": "inputs"}, "ranks": ranks}}
     names = ["kfac", "borrowed"]
     tiny_workspace(tmp_path, study={"recipes": names}, targets={"products": True}, recipes={"borrowed": borrowed})

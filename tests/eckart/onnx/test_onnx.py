@@ -149,7 +149,7 @@ def integer_products(file: Path) -> int:
 def test_int8_gives_nearly_the_same_logits(tmp_path: Path) -> None:
     model = compress(shallow(tiny.bert))
     made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
-    assert made.rows == MADE_UP + 3
+    assert made.examples == MADE_UP + 3
     assert made.bytes == (tmp_path / "int8.onnx").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
     assert integer_products(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
@@ -264,7 +264,7 @@ def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(
     made = export(model, tiny.words(), file, [batch(3, 9)])
     assert {path.name for path in file.parent.iterdir()} == {"model.onnx", *(["model.onnx.data"] if beside else [])}
     assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
-    assert made.rows == MADE_UP + 3
+    assert made.examples == MADE_UP + 3
     assert [value.name for value in onnx.load(file).graph.output] == list(names)
     for count, longest in SHAPES:
         inputs = batch(count, longest)

@@ -71,7 +71,7 @@ def test_a_search_that_exceeds_its_budget_is_refused() -> None:
             result: SearchResult = super().search(replace(problem, keep=0.9))
             return result
 
-    with pytest.raises(ValueError, match=r"more than 0\.5"):
+    with pytest.raises(ValueError, match=r"more than keep=0\.5"):
         search_ranks(problem(), Greedy(kind="uniform", by="share"))
 
 

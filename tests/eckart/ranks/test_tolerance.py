@@ -37,7 +37,7 @@ BATCHES = tiny.batches(tiny.samples(12), 6)
 
 
 def method(increase=None, grid=3, times="macs") -> Tolerance:
-    return Tolerance(kind="tolerance", increase=increase, grid=grid, rows=12, times=times)
+    return Tolerance(kind="tolerance", increase=increase, grid=grid, examples=12, times=times)
 
 
 def loss_of(model, batches) -> float:

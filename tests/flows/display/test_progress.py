@@ -73,10 +73,10 @@ def test_a_training_says_by_its_steps_how_long_it_still_takes() -> None:
     progress = Progress([planned("train")], 1, {"train": 500.0}, new_bars(Console(quiet=True), clock))
     with progress.running("train"):
         for clock.now, step in ((30, 0), (31, 10), (34, 40)):
-            progress.heard("train", f"step {step}/100  loss 0.5")
+            progress.show_line("train", f"step {step}/100  loss 0.5")
         assert progress.time_left()[0] == pytest.approx(6)
         clock.now = 35
-        progress.heard("train", "step 1/50  loss 0.5")  # a second training
+        progress.show_line("train", "step 1/50  loss 0.5")  # a second training
         assert progress.time_left()[0] == 500 - 35
 
 
@@ -91,9 +91,9 @@ def test_each_quarter_of_a_training_is_worth_a_line() -> None:
     progress = Progress([planned("train")], 1, {})
     with progress.running("train"):
         for _ in range(2):
-            worth = [step for step in range(1, 41) if progress.heard("train", f"step {step}/40  loss 1.0")]
+            worth = [step for step in range(1, 41) if progress.show_line("train", f"step {step}/40  loss 1.0")]
             assert worth == [1, 10, 20, 30, 40]
-        assert progress.heard("train", "svd: 2/x rows")
+        assert progress.show_line("train", "svd: 2/x rows")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_traceback_of_a_stage_that_failed_is_noted() -> None:
     traceback = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'lost'"]
     with progress.running("a"):
         for line in ("begins", *traceback):
-            progress.heard("a", line)
+            progress.show_line("a", line)
     progress.failed("a", "a: KeyError: 'lost'")
     assert notes == [*traceback, "a failed: KeyError: 'lost'"]
 
@@ -129,7 +129,9 @@ def test_the_display_fits_any_terminal(width: int) -> None:
         for number in range(3):
             name = f"finetune@a_recipe_with_a_long_name-{number}"
             stack.enter_context(progress.running(name))
-            progress.heard(name, "step 114/375  loss 0.4210  \x1b[31mtask_loss\x1b[0m 0.4 [/red] and so on and so on")
+            progress.show_line(
+                name, "step 114/375  loss 0.4210  \x1b[31mtask_loss\x1b[0m 0.4 [/red] and so on and so on"
+            )
         with console.capture() as captured:
             console.print(bars.get_renderable())
     lines = [Text.from_ansi(line).plain for line in captured.get().splitlines()]

@@ -15,9 +15,9 @@ def test_a_killed_run_is_marked_as_crashed_and_others_are_not(tmp_path: Path, mo
     ended: list[UUID] = []
     monkeypatch.setattr(crashed_runs, "_end", lambda run: ended.append(run) or True)
     killed, begins = uuid4(), uuid4()
-    with crashed_runs.noted(str(uuid4())):
+    with crashed_runs.lock_run(str(uuid4())):
         (crashed_runs._FOLDER / str(killed)).touch()
         (crashed_runs._FOLDER / f".{begins}").touch()
-        with crashed_runs.noted(str(uuid4())):
+        with crashed_runs.lock_run(str(uuid4())):
             assert ended == [killed]
     assert [file.name for file in crashed_runs._FOLDER.iterdir()] == [f".{begins}"]

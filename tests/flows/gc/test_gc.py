@@ -151,7 +151,7 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
     run(2)
     for name in ("reproduce-0123456789", "reproduce-1234567890"):
         worktrees.check_out(worktrees.WORKSPACES / name, "HEAD")
-    with worktrees.held(worktrees.WORKSPACES / "reproduce-1234567890"):
+    with worktrees.locked(worktrees.WORKSPACES / "reproduce-1234567890"):
         assert collected()["other workspaces"] == 1
     assert lacking(first) == []
     left = {path.name for path in worktrees.WORKSPACES.iterdir() if path.is_dir()}

@@ -30,7 +30,7 @@ from flows.promotion.gates import (
 from tasks.artifacts.task_spec import SPLITS
 from tasks.nlp_tasks import kind_of
 from tasks.report.choose_candidate import Gate, Measured, Promotion
-from tasks.scoring.splits import write_rows
+from tasks.scoring.splits import write_predictions
 from tests import tiny
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
@@ -50,8 +50,8 @@ CANDIDATE = Recorded(
     content="",
     test="",
     metric=0.84,
-    teacher=0.842,
-    validation=Measured(0.85, teacher=0.85, standard_error=0.0, parameters=5, keep=0.5, speedup=1.5),
+    dense=0.842,
+    validation=Measured(0.85, dense=0.85, standard_error=0.0, parameters=5, keep=0.5, speedup=1.5),
     outcomes=(),
     inputs={},
 )
@@ -135,7 +135,7 @@ class TestMeasure:
     @pytest.fixture
     def candidate(self, files: Path) -> Recorded:
         """One of which the study has recorded what is true; half of the rows are positive, and it says one class."""
-        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=0.5, teacher=0.5)
+        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=0.5, dense=0.5)
 
     def test_what_is_served_is_measured_anew(self, files: Path, candidate: Recorded) -> None:
         gates, answers = measure(files, candidate, None, TERMS)
@@ -151,12 +151,12 @@ class TestMeasure:
         assert {answer["label"] for answer in answers} <= set(LABELS)
 
     def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Recorded) -> None:
-        gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, TERMS)
+        gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, dense=0.7), None, TERMS)
         assert refused(gates) == [
             ("difference from the record", "0.5", "0.7", "0.1", "0.1"),
             ("drop from the original", "0.5", "0.2", "0.7", "0.01", "0", "0.19"),
         ]
-        # Of twenty rows that the teacher has right the candidate has half: a row's standard deviation is 1 ÷ 2.
+        # The original model has twenty examples right, the candidate half of them: a standard deviation of 1 ÷ 2 each.
         assert gates[2].standard_error == pytest.approx(0.5 / 20**0.5, rel=0.1)
 
     def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Recorded) -> None:
@@ -165,7 +165,7 @@ class TestMeasure:
             measure(files, candidate, None, TERMS)
         assert [(gate.name, gate.passed) for gate in caught.value.gates] == [("files other than measured", False)]
 
-    def test_other_test_rows_than_those_of_the_study_are_refused(self, files: Path, candidate: Recorded) -> None:
+    def test_other_test_examples_than_those_of_the_study_are_refused(self, files: Path, candidate: Recorded) -> None:
         with pytest.raises(Refused, match=r"test\.parquet\b"):
             measure(files, dataclasses.replace(candidate, test="0" * 32), None, TERMS)
 
@@ -233,7 +233,7 @@ class TestLanguage:
         scored = kind_of(self.TASK).score(
             tiny.causal_llama(), tiny.words(), pd.DataFrame({"text": self.LINES}), 8, "test"
         )
-        taught(scored.rows)
+        taught(scored.predictions)
 
     @pytest.fixture
     def files(self, tmp_path: Path) -> Path:
@@ -243,7 +243,7 @@ class TestLanguage:
     def candidate(self, files: Path) -> Recorded:
         frame = pd.DataFrame({"text": self.LINES})
         metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, 8, "test").score.metric
-        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, teacher=metric)
+        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, dense=metric)
 
     def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Recorded, tmp_path: Path) -> None:
         champion = Champion(spoken(tmp_path / "champion", tiny.words()), "version 3")
@@ -264,8 +264,8 @@ class TestLanguage:
 
 
 def taught(rows: pd.DataFrame) -> None:
-    """Write what the test rows contributed to the teacher, as the stage does."""
-    write_rows("dense", {"dense": {"test": rows}})
+    """Write the per-example results of the original model, as the stage `dense` does."""
+    write_predictions("dense", {"dense": {"test": rows}})
 
 
 def spoken(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:

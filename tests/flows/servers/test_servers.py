@@ -333,15 +333,15 @@ def passing_on(address: str) -> Iterator[str]:
 class TestKey:
     def test_concurrent_first_uses_agree_on_a_key(self, home: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda _: key.made(), range(8)))
+            made = list(pool.map(lambda _: key.read_or_create(), range(8)))
         assert set(made) == {key.known()}
         assert [file.name for file in home.iterdir()] == ["eckart.key"]
 
     def test_a_key_that_others_can_read_is_refused(self, home: Path) -> None:
-        key.made()
+        key.read_or_create()
         key.path().chmod(0o640)
         with pytest.raises(ServerError, match=str(key.path())):
-            key.made()
+            key.read_or_create()
 
     def test_the_users_own_key_wins_and_an_empty_one_means_none(
         self, home: Path, monkeypatch: pytest.MonkeyPatch
@@ -375,7 +375,7 @@ class TestTemporaryServer:
             for foreign in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
                 assert door.ask(OWN, **foreign).status_code == door.get(OWN, **foreign).status_code == 403
             assert door.get(OWN).status_code == 200
-            assert door.get(None).status_code == door.get(key.made()).status_code == 401
+            assert door.get(None).status_code == door.get(key.read_or_create()).status_code == 401
             assert "PREFECT_API_URL" not in os.environ
             with prefect_server._used(address, OWN), get_client(sync_client=True) as client:
                 assert client.count_flow_runs() == 0

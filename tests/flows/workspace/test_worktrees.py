@@ -195,7 +195,7 @@ class TestRunning:
             assert "sqlite:///mine.db" in said
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
-        with worktrees.held(repository / "workspaces/toy-seed0"):
+        with worktrees.locked(repository / "workspaces/toy-seed0"):
             _, failed = multi_seed.run_all(toy(0), Options())
         assert "toy-seed0" in failed[0]
         assert multi_seed.run_all(toy(0), Options()) == (toy(0), {})

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.config.schema import (
     Benchmark,
+    Check,
     Data,
     Importance,
     ParamsError,
@@ -87,10 +88,18 @@ def test_a_key_is_not_mistaken_for_one_of_another_mapping() -> None:
     assert any(line.startswith("data.lable:") and "label" not in line.split(";")[1] for line in lines)
 
 
-def test_a_key_of_an_earlier_version_is_named_as_it_is_now() -> None:
-    assert only(mistakes({"evidence": ["inputs"]}, Importance, "importance"), "importance.evidence").endswith(
-        " importance.statistics"
-    )
+@pytest.mark.parametrize(
+    ("kind", "section", "old", "new"),
+    [
+        (Importance, "importance", {"evidence": ["inputs"]}, "statistics"),
+        (Check, "check", {"fewest_rows": 7}, "fewest_examples"),
+        (Check, "check", {"drift_rows": 7}, "drift_examples"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_named_as_it_is_now(
+    kind: Any, section: str, old: dict[str, Any], new: str
+) -> None:
+    assert only(mistakes(old, kind, section), f"{section}.{next(iter(old))}").endswith(f" {section}.{new}")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tasks.config import validation as checking
 from tasks.config.schema import Importance, Params, ParamsError
 from tasks.config.validation import check, mistakes
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
+from tasks.runtime import code_folders
 from tests.workspace import REPOSITORY, merged, plain, repository_params, tiny_params, write_params
 
 Place = tuple[str | int, ...]
@@ -110,7 +111,7 @@ class TestFoundGood:
             return ["seed: is bad"] if content["seed"] == 1 else []
 
         (tmp_path / "code/part").mkdir(parents=True)
-        monkeypatch.setattr(checking, "code_folders", lambda: {"code": tmp_path / "code"})
+        monkeypatch.setattr(code_folders, "code_folders", lambda: {"code": tmp_path / "code"})
         monkeypatch.setattr(checking, "mistakes", mistakes)
         write_params(tmp_path, tiny())
         check()
@@ -173,6 +174,22 @@ def test_an_unknown_kind_is_one_line_with_those_there_are() -> None:
 def test_an_unknown_key_is_one_line() -> None:
     for place in MAPPINGS:
         only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        ({"kind": "tolerance", "rows": 8}, "recipes.mine.ranks"),
+        ({"kind": "hypernetwork", "rows": None, "examples": 8}, "recipes.mine.ranks"),
+        ({"kind": "borrowed", "ranks": {"kind": "tolerance", "rows": 8}}, "recipes.mine.ranks.ranks"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_is_named_as_it_is_now(ranks: dict[str, Any], place: str) -> None:
+    assert advice(only(tiny(recipes={"mine": {"ranks": ranks}}), f"{place}.rows")) == {
+        "write",
+        *place.split("."),
+        "examples",
+    }
 
 
 @pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])

@@ -152,8 +152,8 @@ def test_what_a_given_split_has_is_left_out_of_train(capsys: pytest.CaptureFixtu
     assert sizes(splits)[:3] == (60 - 12 - 5, 12 - 2, 7)
     assert not set(splits["train"]["text"]) & {*splits["validation"]["text"], *splits["test"]["text"]}
     said = capsys.readouterr().out
-    assert "train: 17 rows left out" in said
-    assert "validation: 2 rows left out" in said
+    assert "train: 17 examples left out" in said
+    assert "validation: 2 examples left out" in said
 
 
 def test_calibration_is_a_part_of_train_but_not_its_head() -> None:

@@ -68,7 +68,7 @@ def test_good_splits_break_nothing() -> None:
 def test_a_doubled_row_is_counted_once() -> None:
     doubled = pd.concat([rows(20, 0), rows(20, 0)[:5].assign(label=0)])
     limit = {"largest_doubled": 0.19}
-    assert broken(splits(train=doubled), **limit) == {("doubled rows", "train"): pytest.approx(5 / 25)}
+    assert broken(splits(train=doubled), **limit) == {("duplicates", "train"): pytest.approx(5 / 25)}
     assert broken(splits(train=doubled), largest_doubled=5 / 25) == {}
     assert broken(splits(train=doubled), largest_doubled=None) == {}
 
@@ -80,7 +80,7 @@ def test_a_leak_is_found_whatever_its_label_case_and_punctuation(name: str) -> N
     copied = good["train"]["text"][:6].str.upper().str.replace(" ", ", ")
     leaked.loc[leaked.index[:6], "text"] = copied.to_numpy()
     share = 6 / len(leaked)
-    assert broken(splits(**{name: leaked}), largest_leaked=share - 0.01) == {("leaked rows", name): share}
+    assert broken(splits(**{name: leaked}), largest_leaked=share - 0.01) == {("leaked examples", name): share}
     assert broken(splits(**{name: leaked}), largest_leaked=share) == {}
 
 
@@ -92,8 +92,8 @@ def test_pairs_leak_only_as_a_whole() -> None:
 
 def test_few_rows_an_absent_class_and_labels_out_of_range_are_found() -> None:
     few = rows(7, 3).assign(label=1)
-    assert broken(splits(validation=few)) == {("rows", "validation"): 7, ("rarest class", "validation"): 0}
-    assert broken(splits(validation=few), fewest_rows=7, fewest_of_class=None) == {}
+    assert broken(splits(validation=few)) == {("examples", "validation"): 7, ("rarest class", "validation"): 0}
+    assert broken(splits(validation=few), fewest_examples=7, fewest_of_class=None) == {}
     numbers = splits(test=rows(9, 2).assign(label=np.float32([5.1, *range(6), -1, 0])))
     task = a_task("regression", [], "pearson")
     assert broken(numbers, task, label_range=(0.0, 5.0)) == {("labels out of range", "test"): 2}
@@ -173,9 +173,9 @@ def test_nothing_is_compared_without_a_champion_of_this_task(reference: Any) -> 
 
 def test_rows_that_are_lost_are_counted_and_rows_that_came_are_not() -> None:
     few, many = rows(60, 0), rows(80, 1)
-    assert changed(few, many)["lost rows"].value == 0.25
-    assert not changed(few, many)["lost rows"].passed
-    assert changed(many, few)["lost rows"].value == 0
+    assert changed(few, many)["lost examples"].value == 0.25
+    assert not changed(few, many)["lost examples"].passed
+    assert changed(many, few)["lost examples"].value == 0
 
 
 @pytest.fixture
@@ -189,15 +189,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_data_that_break_no_limit_leave_the_same_file_whatever_the_limits(here: Path) -> None:
     run_stage("check")
     first = stage.CHECKED.read_bytes(), FINDINGS.read_bytes()
-    write_params(here, tiny_params(check={"fewest_rows": 7}))
+    write_params(here, tiny_params(check={"fewest_examples": 7}))
     run_stage("check")
     assert stage.CHECKED.read_bytes() == first[0]
     assert FINDINGS.read_bytes() != first[1]
 
 
 def test_data_that_break_limits_are_named_all_and_the_page_is_there(here: Path) -> None:
-    write_params(here, tiny_params(check={"fewest_rows": 30, "fewest_of_class": 30}))
-    with pytest.raises(SystemExit, match=r"^check: .*check\.fewest_rows.*check\.fewest_of_class") as error:
+    write_params(here, tiny_params(check={"fewest_examples": 30, "fewest_of_class": 30}))
+    with pytest.raises(SystemExit, match=r"^check: .*check\.fewest_examples.*check\.fewest_of_class") as error:
         run_stage("check")
     assert str(stage.PAGE) in str(error.value)
     assert "\n" not in str(error.value)

@@ -19,10 +19,10 @@ def test_without_tasks_there_is_a_score_and_other_benchmarks() -> None:
         Published(**{**ROW, "score": 80}),
         Published(**{**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}),
     ]
-    heads, lines = published_numbers.cells(rows, {None: "accuracy"})
-    assert heads == ["method", "keep", "accuracy, %", "BoolQ", "source", "note"]
-    assert lines[0] == ["ARS", "0.5", "80", "–", "Doe 2024, table 1", "1"]
-    assert lines[1] == ["ARS", "–", "–", "61.5", "Doe 2024, table 1", ""]
+    table = published_numbers.table(rows, {None: "accuracy"})
+    assert table.columns.tolist() == ["method", "keep", "accuracy, %", "BoolQ", "source", "note"]
+    assert table.loc[0].tolist() == ["ARS", "0.5", "80", "–", "Doe 2024, table 1", "1"]
+    assert table.loc[1].tolist() == ["ARS", "–", "–", "61.5", "Doe 2024, table 1", ""]
 
 
 def test_means_are_over_the_tasks_that_a_paper_has() -> None:
@@ -30,9 +30,8 @@ def test_means_are_over_the_tasks_that_a_paper_has() -> None:
         Published(**{**ROW, "scores": {"a": 80.25, "b": 50.0, "c": 99.0}}),
         Published(**{**ROW, "units": "metric", "scores": {"b": 0.5}}),
     ]
-    heads, lines = published_numbers.cells(rows, {"a": "accuracy", "b": "matthews"})
-    assert heads[2:5] == ["a", "b", "mean"]
-    assert [line[2:5] for line in lines] == [["80.25", "50", "65.12"], ["–", "50", "50.00 of 1"]]
+    table = published_numbers.table(rows, {"a": "accuracy", "b": "matthews"})
+    assert table[["a", "b", "mean"]].to_numpy().tolist() == [["80.25", "50", "65.12"], ["–", "50", "50.00 of 1"]]
 
 
 def test_rows_of_tasks_that_are_not_shown_are_left_out() -> None:

@@ -74,7 +74,7 @@ def answered(root: Path, name: str, **models: list[int]) -> None:
         for model, right in models.items()
         for split in ("test", "validation")
     ]
-    pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
+    pd.concat(frames).to_parquet(root / f"reports/predictions/{name}.parquet")
     file = root / ("reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json")
     report = json.loads(file.read_text())
     if name == "dense":
@@ -93,17 +93,22 @@ def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> st
     return summary.page([study], {None: rows}, {None: NO_PAIRS}, "two", command)[1]
 
 
+def candidates(table: pd.DataFrame) -> list[str]:
+    """The recipe and keep of each line."""
+    return table[CANDIDATE].agg(" ".join, axis=1).tolist()
+
+
 class TestSummary:
     def test_mean_and_sample_standard_deviation(self) -> None:
-        heads, lines = summary.cells(made_up())
-        row = dict(zip(heads, lines[0], strict=True))
+        table = summary.cells(made_up())
+        row = table.iloc[0]
         assert row["dense, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
         assert row["recovered, %"] == "85.0 ± 1.4"
         assert row["of dense, %"] == "100.3 ± 6.7"  # of 105 and 95.6
         assert row["of control, %"] == "94.4 ± 1.6"  # of 93.3 and 95.6
         assert row["from dense, % (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
         assert row["factorized, %"] == "50.0 ± 0.0"
-        plain = {head: cell.replace("\N{NO-BREAK SPACE}", " ") for head, cell in row.items()}
+        plain = row.str.replace("\N{NO-BREAK SPACE}", " ")
         assert plain["targets"] == "50.0 %"
         assert plain["model parameters"] == "1.50 M (60.0 %)"
         assert plain["MACs per token"] == "3.00 k (75.0 %)"
@@ -111,9 +116,8 @@ class TestSummary:
         assert plain["search steps"] == "10"
         assert plain["seconds"] == "30"
         assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
-        second = dict(zip(heads, lines[1], strict=True))
-        assert (second["shaped, %"], second["factorized, %"]) == ("70.0 ± 0.0", "–")
-        assert [line[:2] for line in lines] == [["b", "0.5"], ["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
+        assert table.loc[1, ["shaped, %", "factorized, %"]].tolist() == ["70.0 ± 0.0", "–"]
+        assert candidates(table) == ["b 0.5", "a 0.5", "a 0.25", "b 0.25"]
 
     @pytest.mark.parametrize(
         ("metric", "seeds", "head", "cell"),
@@ -126,9 +130,7 @@ class TestSummary:
     def test_a_cell_has_the_units_and_digits_of_its_metric(
         self, metric: MetricName, seeds: int, head: str, cell: str
     ) -> None:
-        heads, lines = summary.cells(made_up(metric, seeds))
-        line = next(line for line in lines if line[:2] == ["b", "0.5"])
-        assert dict(zip(heads, line, strict=True))[head] == cell
+        assert summary.cells(made_up(metric, seeds)).set_index(CANDIDATE).loc[("b", "0.5"), head] == cell
 
     def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
         """Shares in percent, a perplexity as it is."""
@@ -136,15 +138,14 @@ class TestSummary:
         rows = made_up(seeds=1)
         for name, (own, dense) in values.items():
             rows[f"zero_shot.{name}"], rows[f"dense.zero_shot.{name}"] = own, dense
-        heads, lines = summary.zero_shot(rows)
-        assert heads == ["recipe", "keep", "piqa acc", "wikitext word_perplexity"]
-        assert lines[0] == ["dense", "–", "75.0", "11.5"]
-        assert {tuple(line[2:]) for line in lines[1:]} == {("60.0", "12.5")}
-        assert len(lines) == 1 + len(rows)
+        table = summary.zero_shot(rows)
+        assert table.columns.tolist() == ["recipe", "keep", "piqa acc", "wikitext word_perplexity"]
+        dense, *others = table.to_numpy().tolist()
+        assert dense == ["dense", "–", "75.0", "11.5"]
+        assert [line[2:] for line in others] == [["60.0", "12.5"]] * len(rows)
 
     def test_a_perplexity_is_better_the_lower_it_is(self) -> None:
-        _, lines = summary.cells(made_up("perplexity"))
-        assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
+        assert candidates(summary.cells(made_up("perplexity"))) == ["a 0.5", "b 0.5", "b 0.25", "a 0.25"]
 
     def test_rows_have_the_numbers_of_the_results(self, tmp_path: Path) -> None:
         """Recovered are 0.65 and 0.66, dense and control 0.8; of two targets one is dense and one has rank 2 of 10."""
@@ -248,24 +249,24 @@ class TestSeveralTasks:
         return summary.joined({"one": made_up(), "two": two})
 
     def test_points_and_their_mean_with_the_dense_model_first(self) -> None:
-        heads, lines = summary.combined(self.rows(), OF_TASKS)
-        assert heads == ["recipe", "keep", "one, accuracy", "two, Matthews correlation", "mean"]
-        assert lines[0] == ["dense", "–", "85.0 ± 7.1", "75.0 ± 7.1", "80.0 ± 7.1"]
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "80.0 ± 1.4"]
-        assert [line[:2] for line in lines[2:]] == [["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
+        table = summary.combined(self.rows(), OF_TASKS)
+        assert table.columns.tolist() == ["recipe", "keep", "one, accuracy", "two, Matthews correlation", "mean"]
+        assert table.loc[0].tolist() == ["dense", "–", "85.0 ± 7.1", "75.0 ± 7.1", "80.0 ± 7.1"]
+        assert table.loc[1].tolist() == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "80.0 ± 1.4"]
+        assert candidates(table)[2:] == ["a 0.5", "a 0.25", "b 0.25"]
 
     def test_the_mean_is_over_the_seeds_that_all_tasks_have(self) -> None:
         rows = self.rows()
-        _, lines = summary.combined(rows[(rows.task == "one") | (rows.seed == 1)], OF_TASKS)
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "76.0", "81.0"]
-        _, lines = summary.combined(rows, {**OF_TASKS, "three": "f1"})  # a task that failed
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "–", "–"]
+        table = summary.combined(rows[(rows.task == "one") | (rows.seed == 1)], OF_TASKS)
+        assert table.loc[1].tolist() == ["b", "0.5", "85.0 ± 1.4", "76.0", "81.0"]
+        table = summary.combined(rows, {**OF_TASKS, "three": "f1"})  # a task that failed
+        assert table.loc[1].tolist() == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "–", "–"]
 
     def test_a_perplexity_is_printed_as_it_is_and_has_no_mean(self) -> None:
         rows = summary.joined({"one": made_up(), "text": made_up("perplexity")})
-        heads, lines = summary.combined(rows, {"one": "accuracy", "text": "perplexity"})
-        assert heads[2:] == ["one, accuracy", "text, perplexity"]
-        assert lines[0][2:] == ["85.0 ± 7.1", "0.850 ± 0.071"]
+        table = summary.combined(rows, {"one": "accuracy", "text": "perplexity"})
+        assert table.columns.tolist() == ["recipe", "keep", "one, accuracy", "text, perplexity"]
+        assert table.loc[0].tolist() == ["dense", "–", "85.0 ± 7.1", "0.850 ± 0.071"]
 
     def test_the_page_has_all_tables_and_what_is_published(self, tmp_path: Path) -> None:
         cited = (Published(**{**ROW, "scores": {"one": 80.0}}),)

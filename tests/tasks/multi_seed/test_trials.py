@@ -17,7 +17,7 @@ ASKED = {"seed": 3, "keep": 0.25, "recipes": {"svd": [{}, FASTER, SHORTER], "kfa
 
 def scored(root: Path, name: str, validation: float) -> None:
     """Write what the study of the trials found of a candidate."""
-    score = {"metric": 1.0, "loss": 1.0, "rows": 4, "metrics": {}}
+    score = {"metric": 1.0, "loss": 1.0, "examples": 4, "metrics": {}}
     found = {"shaped": None, "factorized": None, "recovered": score, "validation": {**score, "metric": validation}}
     size = {"model_parameters": 1, "macs_per_token": 1, "bytes": 1}
     found |= {"size": size, "zero_shot": {}, "continuations": [], "targets": {}, "target_parameters": 1}

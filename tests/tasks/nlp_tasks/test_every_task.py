@@ -70,7 +70,7 @@ def test_a_score_depends_on_neither_batches_nor_order_nor_mode_and_leaves_the_mo
     shuffled = rows if kind.running_text else rows.sample(frac=1, random_state=0)
     for size, frame in [(1, rows), (7, rows), (16, shuffled)]:
         score = kind.score(model.train(), case.tokenizer(), frame, size, "test").score
-        assert score.rows == expected.rows
+        assert score.examples == expected.examples
         assert score.metrics == pytest.approx(expected.metrics, rel=1e-5)
         assert score.loss == pytest.approx(expected.loss, rel=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -116,7 +116,7 @@ def test_the_metric_follows_from_the_rows(case: Case) -> None:
     for metric in task_class(case.task.kind).metrics:
         task = case.task.model_copy(update={"metric": metric})
         scored = kind_of(task).score(case.model(), case.tokenizer(), case.rows(), 8, "test")
-        assert metric_of_all(task, scored.rows) == pytest.approx(scored.score.metric, abs=1e-6)
+        assert metric_of_all(task, scored.predictions) == pytest.approx(scored.score.metric, abs=1e-6)
 
 
 @every_task
@@ -142,14 +142,16 @@ def test_a_study_goes_from_files_to_scores(workspace: Path, data: dict[str, Any]
     write_base(workspace / "models/base/tiny")
     distillation = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
     changes = {"study": {"recipes": ["kfac"]}, "recipes": {"kfac": {"recovery": {"distillation": distillation}}}}
-    write_params(Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_rows": 7}, **changes))
+    write_params(
+        Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_examples": 7}, **changes)
+    )
     for stage in ("extract", "check", "teacher", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     for step in ("factorized", "recovered"):
-        assert evaluation[step]["rows"] == len(load_split("test"))
+        assert evaluation[step]["examples"] == len(load_split("test"))
         assert set(evaluation[step]["metrics"]) == set(task_class(load_task().kind).metrics)
     model = kind_of(load_task()).auto.from_pretrained("models/finetuned/kfac-0.5")
     assert tuple(model.config.id2label.values()) == (load_task().labels or ("LABEL_0", "LABEL_1"))

@@ -174,7 +174,7 @@ class TestStages:
         """
         settings = params()
         settings["targets"]["tied"] = True
-        tolerance = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
+        tolerance = {"kind": "tolerance", "increase": None, "grid": 3, "examples": 4, "times": "macs"}
         svd = settings["recipes"]["svd"]
         settings["recipes"]["tolerance"] = svd | {"weighting": {"kind": "inputs"}, "ranks": tolerance}
         svd["recovery"] = {**svd["recovery"], "steps": 0}

@@ -221,7 +221,7 @@ def test_a_model_that_writes_one_word_is_scored_by_hand() -> None:
     odds, others = 3.0, len(VOCABULARY) - 1
     frame = pd.DataFrame({"text": ["the plot is dull", "the cast"], "label": ["the dull plot", "dull"]})
     result = scored(constant("dull", odds), frame, target_length=4)
-    assert result.rows == 2
+    assert result.examples == 2
     assert result.metric == result.metrics["rouge1"] == pytest.approx((2 / 7 + 2 / 5) / 2)
     assert result.metrics["rougeL"] == pytest.approx((2 / 7 + 2 / 5) / 2)
     assert result.metrics["rouge2"] == 0

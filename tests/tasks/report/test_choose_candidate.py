@@ -15,8 +15,8 @@ from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.report.choose_candidate import Gate, Limits, Measured, choose, gates, short
 
 WANTED = Limits(largest_drop=0.01, keep=0.5, least_speedup=1.2, standard_errors=0.0)
-CANDIDATE = Measured(metric=0.84, teacher=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
-PERPLEXITY = dataclasses.replace(CANDIDATE, metric=20.0, teacher=20.1)
+CANDIDATE = Measured(metric=0.84, dense=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
+PERPLEXITY = dataclasses.replace(CANDIDATE, metric=20.0, dense=20.1)
 
 
 def wanting(**changes: Any) -> Limits:
@@ -78,9 +78,9 @@ class TestGates:
         assert short(min(0.012 * errors, 0.01)) in said(gate.words)
         assert bool(gate.by_chance) is passes
 
-    def test_a_higher_perplexity_than_the_teacher_s_is_a_drop(self) -> None:
+    def test_a_higher_perplexity_than_the_original_model_s_is_a_drop(self) -> None:
         wanted = wanting(largest_drop=1.0, standard_errors=1.0)
-        over = dataclasses.replace(PERPLEXITY, metric=21.3, teacher=20.1, standard_error=0.1)
+        over = dataclasses.replace(PERPLEXITY, metric=21.3, dense=20.1, standard_error=0.1)
         assert [name for name, *_ in refused(gates(over, "perplexity", wanted))] == ["drop from the original"]
         assert not refused(gates(dataclasses.replace(over, metric=21.1), "perplexity", wanted))
         assert not refused(gates(dataclasses.replace(over, standard_error=0.2), "perplexity", wanted))
@@ -104,7 +104,7 @@ CANDIDATES = st.lists(
     st.builds(
         Measured,
         metric=st.floats(0.5, 0.9),
-        teacher=st.just(0.8),
+        dense=st.just(0.8),
         standard_error=st.floats(0, 0.05),
         parameters=st.integers(1, 9),
         keep=st.floats(0.1, 1),
@@ -134,7 +134,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
     def test_of_equal_ones_the_smallest(self, metric: MetricName, wanted: str) -> None:
-        low = dataclasses.replace(CANDIDATE, metric=0.5, teacher=0.5, parameters=9)
+        low = dataclasses.replace(CANDIDATE, metric=0.5, dense=0.5, parameters=9)
         models = {"low": low, "low and small": dataclasses.replace(low, parameters=5)}
         models["high"] = dataclasses.replace(low, metric=0.6)
         assert choose(models, metric, wanting(largest_drop=1.0)).chosen == wanted

@@ -51,8 +51,8 @@ def target(name: str) -> dict[str, Any]:
     return {"name": name, "out_features": 10, "in_features": 10, "input_of": name}
 
 
-def score(metric: float, loss: float = 0.5, rows: int = 400) -> dict[str, Any]:
-    return {"metric": metric, "loss": loss, "rows": rows, "metrics": {"accuracy": metric}}
+def score(metric: float, loss: float = 0.5, examples: int = 400) -> dict[str, Any]:
+    return {"metric": metric, "loss": loss, "examples": examples, "metrics": {"accuracy": metric}}
 
 
 def size(parameters: int) -> dict[str, int]:
@@ -123,23 +123,23 @@ def write_dense(dense: float, control: float, **changes: Any) -> None:
         "control": {"score": score(control), **scores},
     }
     write("reports/dense.json", {**report, **changes})
-    write_rows("dense", dense=dense, control=control, trivial=changes.get("trivial", trivial))
+    write_predictions("dense", dense=dense, control=control, trivial=changes.get("trivial", trivial))
 
 
-def write_rows(name: str, **models: float | None) -> None:
+def write_predictions(name: str, **models: float | None) -> None:
     """Write the results of 400 examples for models with exactly these metrics, but for correlations.
 
     Test rows, and of models that could be shipped validation rows, which say the same.
     """
     task = json.loads(Path("data/splits/task.json").read_text())
-    Path("reports/rows").mkdir(parents=True, exist_ok=True)
+    Path("reports/predictions").mkdir(parents=True, exist_ok=True)
     frames = [
         rows_of(task, metric).assign(model=model, split=split)
         for split, unscored in (("test", ()), ("validation", ("factorized", "trivial")))
         for model, metric in models.items()
         if metric is not None and model not in unscored
     ]
-    pd.concat(frames).to_parquet(f"reports/rows/{name}.parquet", index=False)
+    pd.concat(frames).to_parquet(f"reports/predictions/{name}.parquet", index=False)
 
 
 def rows_of(task: dict[str, Any], metric: float) -> pd.DataFrame:
@@ -181,20 +181,21 @@ def make_candidate(
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
     factors = {each: 100 if rank is None else 20 * rank for each, rank in ranks.items()}
-    counts = {each: 0 if rank is None else rows for each, rank in ranks.items()}
-    sizes = {
-        each: {"rank": rank, "rows": counts[each], "parameters": factors[each] + 10 * counts[each]}
-        | {"loss_alone": (measured or {}).get(each)}
-        for each, rank in ranks.items()
-    }
-    after = sum(factors.values())
+    sizes = {}
+    for each, rank in ranks.items():
+        sparse = 0 if rank is None else rows
+        sizes[each] = {"rank": rank, "rows": sparse, "parameters": factors[each] + 10 * sparse}
+        sizes[each]["loss_alone"] = (measured or {}).get(each)
     decision = {
         "keep": keep,
         "ranks": ranks,
         "predicted_loss": {each: 0.1 * (place + 1) for place, each in enumerate(ranks)},
+        "parameters_before": 100 * len(target_names),
+        "parameters_after": sum(factors.values()),
+        "steps": len(searched.splitlines()),
+        "average_rank": average_rank,
+        "as_shaped": shaped is not None,
     }
-    decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
-    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
     write(f"models/ranks/{name}/ranks.json", decision)
     write(f"reports/search/{name}.jsonl", searched)
     before = None if rows else metric - 0.1 if factorized is None else factorized
@@ -204,8 +205,7 @@ def make_candidate(
         "recovered": score(metric),
         "validation": score(metric),
     }
-    write_rows(name, factorized=before, recovered=metric)
-    total = after + sum(10 * each["rows"] for each in sizes.values())
+    write_predictions(name, factorized=before, recovered=metric)
     write(
         f"reports/evaluate/{name}.json",
         {
@@ -214,7 +214,7 @@ def make_candidate(
             "zero_shot": {},
             "continuations": [],
             "targets": sizes,
-            "target_parameters": total,
+            "target_parameters": sum(each["parameters"] for each in sizes.values()),
         },
     )
     make_benchmark(name, dense={"torch": 1.0}, candidate={"torch": 1.5})
@@ -370,7 +370,7 @@ def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> N
     assert not re.findall(r"<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", whole_page())
     ids = re.findall(r'\bid="([^"]+)"', whole_page())
     assert len(ids) == len(set(ids))
-    assert not re.search("Zero-shot|What they write|onnxruntime", page())
+    assert not re.search("Zero-shot|Generated text|onnxruntime", page())
     assert "What it writes" not in (compare.CARDS / "svd-0.5.md").read_text()
     assert "onnxruntime" not in compare.TEXT.read_text()
     assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
@@ -405,8 +405,8 @@ def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path) -
         "data/splits/task.json": "extract",
         "data/importance/targets.json": "importance",
         "reports/dense.json": "dense",
-        "reports/rows/dense.parquet": "dense",
-        "reports/rows/svd-0.5.parquet": f"evaluate {of_candidate}",
+        "reports/predictions/dense.parquet": "dense",
+        "reports/predictions/svd-0.5.parquet": f"evaluate {of_candidate}",
         "reports/control.jsonl": "control",
         "reports/teacher.jsonl": "teacher",
         "models/ranks/svd-0.5/ranks.json": f"search {of_candidate}",
@@ -438,7 +438,7 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
     results.load_results()
-    write_dense(0.8, 0.8, score=score(0.8, rows=399))
+    write_dense(0.8, 0.8, score=score(0.8, examples=399))
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*reports/dense\.json"):
         results.load_results()
 
@@ -603,10 +603,10 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_study(["svd"], [0.5], ["map"])
-    assert conclusion.teacher_warning(results.load_results()) is None
+    assert conclusion.dense_warning(results.load_results()) is None
     write_dense(0.671, 0.671, trivial=0.651)
     compare.compare()
-    warned = conclusion.teacher_warning(results.load_results())
+    warned = conclusion.dense_warning(results.load_results())
     assert warned is not None
     for text in (compare.TEXT.read_text(), page(), capsys.readouterr().out):
         assert warned in plain(text)
@@ -615,7 +615,7 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
 
 def test_a_candidate_that_gives_one_answer_is_named(workspace: Path) -> None:
     make_study(["svd", "kfac"], [0.5], ["map"])
-    file = Path("reports/rows/kfac-0.5.parquet")
+    file = Path("reports/predictions/kfac-0.5.parquet")
     rows = pd.read_parquet(file)
     rows.loc[rows.model == "recovered", "guess"] = 1
     rows.to_parquet(file)
@@ -780,7 +780,7 @@ def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) ->
         f"reports/onnx/{name}.json",
         {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
     )
-    write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
+    write_predictions(f"{name}.onnx", onnx=onnx, int8=int8)
 
 
 def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
@@ -792,10 +792,8 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     with pytest.raises(StageError, match=r"tasks\.export --recipe kfac --keep 0\.5"):
         results.load_results()
     make_exports("kfac-0.5", 0.7, 0.65)
-    ways = ("torch", "onnx", "int8")  # each twice as fast as the one before
-    make_benchmark(
-        "kfac-0.5", dense=dict(zip(ways, (1, 2, 4), strict=True)), candidate=dict(zip(ways, (8, 16, 32), strict=True))
-    )
+    dense, small = {"torch": 1, "onnx": 2, "int8": 4}, {"torch": 8, "onnx": 16, "int8": 32}
+    make_benchmark("kfac-0.5", dense=dense, candidate=small)
     compare.compare()
     lines = list(csv.DictReader(Path("reports/runtimes.csv").read_text().splitlines()))
     assert [(line["model"], line["runtime"], line["metric"], line["bytes"]) for line in lines] == [

@@ -61,8 +61,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             rows = 3 if name == "kfac-0.25" else 0  # it has no score before recovery
             make_candidate(recipe, keep, TARGETS, metric, rows=rows, searched=curve(5), factorized=2 * metric)
             edit(f"reports/evaluate/{name}.json", size=size(parameters))
-            ways = ("torch", "onnx", "int8") if recipe == "svd" else ("torch",)
-            make_benchmark(name, dense=dict.fromkeys(ways, 1.0), candidate=dict.fromkeys(ways, speed))
+            runtimes = ("torch", "onnx", "int8") if recipe == "svd" else ("torch",)
+            make_benchmark(name, dense=dict.fromkeys(runtimes, 1.0), candidate=dict.fromkeys(runtimes, speed))
             if recipe == "svd":
                 make_exports(name, metric, metric + 1)
         compare.compare()
