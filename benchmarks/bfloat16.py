@@ -54,8 +54,8 @@ def main() -> None:
             scores[name] = scorer.score_on(
                 "test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16"
             ).score.metric
-    rows, tokens = settings.shapes[0]
-    inputs = random_inputs(models["dense", "float32"], rows, tokens)
+    examples, tokens = settings.shapes[0]
+    inputs = random_inputs(models["dense", "float32"], examples, tokens)
     taken = in_rounds({way: partial(in_torch, model) for way, model in models.items()}, inputs, settings.repetitions)
     print("| in bfloat16 | metric | MB in memory | × itself in float32 | × dense in float32 | × dense in bfloat16 |")
     print("|---|---|---|---|---|---|")

@@ -15,7 +15,7 @@ from tasks.models.model_io import CONTROL, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
-from tasks.scoring.splits import load_scorer, same_weights, write_rows
+from tasks.scoring.splits import load_scorer, same_weights, write_predictions
 from tasks.scoring.trivial_baseline import TRIVIAL, compare
 
 
@@ -30,15 +30,17 @@ def dense() -> None:
         return model, tokenizer
 
     model, tokenizer = load_model(TEACHER)
-    scores, rows = control, control_rows = scorer.all_scores(model, tokenizer, "dense")
-    trivial_rows = kind.trivial(train, scorer.splits["test"], tokenizer)
-    trivial, warning = compare(task, scores.score.metric, rows["test"], trivial_rows)
+    scores, predictions = control, control_predictions = scorer.all_scores(model, tokenizer, "dense")
+    trivial_predictions = kind.trivial(train, scorer.splits["test"], tokenizer)
+    trivial, warning = compare(task, scores.score.metric, predictions["test"], trivial_predictions)
     say(f"trivial baseline, {kind.trivial_answer}: {task.metric} {trivial:.4f}")
     warn(warning)
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
-        control, control_rows = scorer.all_scores(*load_model(CONTROL), "control")
-    write_rows("dense", {"dense": rows, "control": control_rows, TRIVIAL: {"test": trivial_rows}})
+        control, control_predictions = scorer.all_scores(*load_model(CONTROL), "control")
+    write_predictions(
+        "dense", {"dense": predictions, "control": control_predictions, TRIVIAL: {"test": trivial_predictions}}
+    )
     result = DenseReport(
         **dict(scores),
         size=measured,

@@ -34,7 +34,7 @@ from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import StageError, run_candidate
-from tasks.scoring.splits import Rows, Scorer, load_scorer, same_weights, write_rows
+from tasks.scoring.splits import Predictions, Scorer, load_scorer, same_weights, write_predictions
 
 
 class EvaluationParts(BaseModel):
@@ -69,7 +69,7 @@ def evaluate(recipe: str, keep: str) -> None:
     alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
     unchanged = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
-    scores, rows = scorer.all_scores(model, tokenizer, "recovered", unchanged)
+    scores, predictions = scorer.all_scores(model, tokenizer, "recovered", unchanged)
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,

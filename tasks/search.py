@@ -114,10 +114,10 @@ class _Data:
         if leads():
             self.curve.write_text("")
 
-    def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
-        """Train the model on at most `rows` random training examples, by default on all; then move it to the CPU."""
+    def train(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None:
+        """Train the model on at most `examples` random training examples (None: all), then move it to the CPU."""
         data = self.encoded("train")
-        if rows is not None and rows < len(data):
+        if examples is not None and examples < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
             data = data.select(order[:examples].tolist())
         self.steps += train(
@@ -134,10 +134,10 @@ class _Data:
         )
         self.model.cpu()
 
-    def calibration(self, rows: int) -> Sequence[Batch]:
-        """Move the model to the accelerator; return the first `rows` calibration examples there, in batches."""
+    def calibration(self, examples: int) -> Sequence[Batch]:
+        """Move the model to the accelerator; return the first `examples` calibration examples there, in batches."""
         data = self.encoded("calibration")
-        data = data.select(range(min(rows, len(data))))
+        data = data.select(range(min(examples, len(data))))
         return list(batches(data, self.collate, self.batch_size, place(self.model)))
 
 

@@ -39,7 +39,9 @@ def split_and_convert(
     splits = split_source(source, params)
     for name, frame in splits.items():
         if frame.empty:
-            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
+            raise StageError(
+                f"the {name} split of {params.source} is empty: give it more examples, or raise data.shares"
+            )
     return splits, task_class(params.task).convert_labels(splits, params)
 
 

@@ -20,7 +20,7 @@ from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import StageError, output, quiet
-from tasks.scoring.splits import Rows, Scorer, load_scorer, write_rows
+from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
 
 _EXAMPLES = 256  # maximum number of examples that are taken from a split
 _BATCH = 32  # examples per batch
@@ -42,8 +42,8 @@ def export_model(name: str, source: Path) -> None:
     scorer, calibration = load_scorer("test"), load_split("calibration")
     model, tokenizer = load(source, kind_of(scorer.task).auto, torch.float32)
     with output(ONNX / name) as folder:
-        files, rows = export_and_score(model, tokenizer, folder, scorer, calibration, name)
-    write_rows(exported_name(name), rows)
+        files, predictions = export_and_score(model, tokenizer, folder, scorer, calibration, name)
+    write_predictions(exported_name(name), predictions)
     EXPORTS.mkdir(parents=True, exist_ok=True)
     (EXPORTS / f"{name}.json").write_text(files.model_dump_json(indent=2))
 
@@ -55,7 +55,7 @@ def export_and_score(
     scorer: Scorer,
     calibration: pd.DataFrame,
     name: str,
-) -> tuple[Exports, dict[str, Rows]]:
+) -> tuple[Exports, dict[str, Predictions]]:
     """Export a model to ONNX files in `folder`, with float32 and with int8 weights, and score both on the test split.
 
     Args:
@@ -69,7 +69,7 @@ def export_and_score(
         StageError: the model cannot be exported.
     """
     files: dict[Runtime, ExportedFile] = {}
-    rows: dict[str, Rows] = {}
+    predictions: dict[str, Predictions] = {}
     try:
         test = _examples("test", scorer.splits["test"], scorer.task, model, tokenizer)
         onnx.export(model, tokenizer, folder / ONNX_FILES["onnx"], test)
@@ -82,10 +82,10 @@ def export_and_score(
             scored = scorer.score_on("test", model, tokenizer, f"{name} in {runtime}")
             parts = folder.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
             files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
-            rows[runtime] = {"test": scored.rows}
+            predictions[runtime] = {"test": scored.predictions}
     except onnx.ExportError as error:
         raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
-    return Exports.model_validate(files), rows
+    return Exports.model_validate(files), predictions
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
@@ -107,7 +107,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     folder = folder_of(name)
     quiet()
     task = load_task() if (SPLITS / "task.json").exists() else None
-    auto = kind_of(task).auto if task else AutoModelForSequenceClassification
+    auto_class = (kind_of(task) if task else NlpTask).auto_class
     try:
         model, tokenizer = load(folder, getattr(transformers, auto_class), torch.float32)
     except UNLOADABLE as error:

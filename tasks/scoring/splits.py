@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.artifacts.results_schema import Scores, rows_file
+from tasks.artifacts.results_schema import Scores, predictions_file
 from tasks.artifacts.task_spec import Split, Task, load_split, load_task
 from tasks.config.schema import Evaluate, section
 from tasks.nlp_tasks import kind_of
@@ -42,12 +42,12 @@ class Scorer:
         """Score a model on all examples of a split, and print the score with the model's `name`."""
         size = self.settings.batch_size
         scored = kind_of(self.task).score(model, tokenizer, self.splits[split], size, split)
-        say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} examples")
+        say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.examples} {split} examples")
         return scored
 
     def all_scores(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
-    ) -> tuple[Scores, Rows]:
+    ) -> tuple[Scores, Predictions]:
         """Return all scores of a model that may be promoted, and its per-example results.
 
         `scored` is the result on the test split if it was computed before; None: it is computed here.
@@ -60,7 +60,7 @@ class Scorer:
             zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
             continuations=continuations(model, tokenizer, self.task, self.splits["test"], settings.continuation),
         )
-        return scores, {"test": test.rows, "validation": validation.rows}
+        return scores, {"test": test.predictions, "validation": validation.predictions}
 
 
 def load_scorer(*splits: Split) -> Scorer:

@@ -31,7 +31,9 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
     return 1 - math.log(dense) / math.log(trivial) if trivial > 1 else 0.0
 
 
-def compare(task: Task, dense: float, dense_rows: pd.DataFrame, trivial_rows: pd.DataFrame) -> tuple[float, str | None]:
+def compare(
+    task: Task, dense: float, dense_predictions: pd.DataFrame, trivial_predictions: pd.DataFrame
+) -> tuple[float, str | None]:
     """Compare the original model, with the metric `dense`, with the baseline.
 
     The per-example results are those of the two on the same test examples.
@@ -39,10 +41,10 @@ def compare(task: Task, dense: float, dense_rows: pd.DataFrame, trivial_rows: pd
     Returns:
         The metric of the baseline, and a warning or None (see `warning`).
     """
-    trivial = metric_of_all(task, trivial_rows)
-    drawn = resampled(task, {"dense": dense_rows, TRIVIAL: trivial_rows})
+    trivial = metric_of_all(task, trivial_predictions)
+    drawn = resampled(task, {"dense": dense_predictions, TRIVIAL: trivial_predictions})
     difference = interval(drawn["dense"] - drawn[TRIVIAL])
-    return trivial, warning(task, dense, trivial, difference, len(trivial_rows))
+    return trivial, warning(task, dense, trivial, difference, len(trivial_predictions))
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:

@@ -97,8 +97,8 @@ def test_a_model_is_scored_on_both_splits_unless_its_test_score_is_given() -> No
     model = BertForSequenceClassification(tiny_config()).eval()
     scores, rows = scorer.all_scores(model, tiny_tokenizer(), "tiny")
     assert {split: len(results) for split, results in rows.items()} == {"test": 20, "validation": 8}
-    assert (scores.score.rows, scores.validation.rows) == (20, 8)
+    assert (scores.score.examples, scores.validation.examples) == (20, 8)
     given = scorer.score_on("validation", model, tiny_tokenizer(), "another")
     again, rows = scorer.all_scores(model, tiny_tokenizer(), "tiny", given)
     assert again.score == given.score == scores.validation
-    assert rows["test"] is given.rows
+    assert rows["test"] is given.predictions
