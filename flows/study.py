@@ -157,12 +157,12 @@ def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        conclusion = promotion()
+        result = promotion()
     except Refused as refusal:
         if not refusal.gates and (changed := _changed_since(outcomes)):  # the inputs changed just now
             return _CHANGED, _postponed(changed)
         return "Refused", shown(f"Not promoted: {refusal}")
-    return "Promoted" if conclusion.gates else "Completed", conclusion.message
+    return "Promoted" if result.gates else "Completed", result.message
 
 
 def _postponed(changed: str) -> str:
