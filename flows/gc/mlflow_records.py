@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run, RunStatus, ViewType
 from mlflow.entities.model_registry import ModelVersion
@@ -49,7 +48,7 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
         raise CannotCollect(
             f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"
         )
-    own = database.is_local() and not os.environ.get("MLFLOW_REGISTRY_URI")
+    own = database.is_local() and database.registry_address() == database.address()
     if own and not database.FILE.exists() and not last_champion.last(model):
         yield set(), [_registered(0)]
         return
@@ -58,13 +57,12 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
 
 
 def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], list[Kind]]:
-    registered = list(_all(client.search_model_versions))
-    experiments = [
-        experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
-    ]
+    # These functions of `mlflow` search all pages; those of the client only one.
+    registered = mlflow.search_model_versions()
+    experiments = [found.experiment_id for found in mlflow.search_experiments(view_type=ViewType.ALL)]
     ours = "" if local else "tags.`eckart.study` LIKE '%'"  # other projects may use the server, too
-    search = partial(client.search_runs, experiments, ours, run_view_type=ViewType.ALL)
-    runs = {run.info.run_id: run for run in (_all(search) if experiments else ())}
+    found = mlflow.search_runs(experiments, ours, run_view_type=ViewType.ALL, max_results=10**9, output_format="list")
+    runs = {run.info.run_id: run for run in found}
     latest = _latest(_studies(runs.values()), recent)
     lineages = {run: _lineage(client, run) for run in latest}
     children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
@@ -82,16 +80,6 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 def _registered(count: int) -> Kind:
     """All registered versions stay; the count lets a user see that it is the right registry."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
-
-
-def _all(search: Callable[..., Any]) -> Iterator[Any]:
-    """Yield all results of an MLflow search, page by page."""
-    token = None
-    while True:
-        page = search(page_token=token)
-        yield from page
-        if not (token := page.token):
-            return
 
 
 def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -121,9 +109,7 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     """Load the record of its stages that a study's run has stored in MLflow at its end; empty if there is none."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
-    with tempfile.TemporaryDirectory() as folder:
-        content: dict[str, Any] = json.loads(Path(client.download_artifacts(run, mirror.LINEAGE, folder)).read_text())
-    return content
+    return mlflow.artifacts.load_dict(f"runs:/{run}/{mirror.LINEAGE}")
 
 
 def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
@@ -145,8 +131,7 @@ def _kinds(
     """Return the two kinds in the workspace's own store, runs and models; `stay` has the ids of runs that stay."""
     sources = {version.source or "": version for version in registered}
     used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
-    search = partial(client.search_logged_models, experiments)
-    models: dict[str, LoggedModel] = {model.model_id: model for model in (_all(search) if experiments else ())}
+    models = {model.model_id: model for model in mlflow.search_logged_models(experiments, output_format="list")}
     for name, version in used.items():
         if name not in models:  # it is in MLflow's trash, so MLflow's gc would remove the files of the version
             raise CannotCollect(
