@@ -197,7 +197,7 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         with (
             stage_processes.reaping(),
-            terminal.shown(planned, side_by_side, stage_results.seconds_before()) as progress,
+            terminal.shown(planned) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
