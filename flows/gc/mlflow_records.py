@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from flows.gc import referenced_digests
-from flows.gc.kind import CannotCollect, Kind, Size, size_of
+from flows.gc.kind import CannotCollect, Kind, Size, kind
 from flows.registry import last_champion, versions
 from flows.tracking import candidate_models, database, mirror
 from tasks.artifacts.names import candidate_of
@@ -63,7 +64,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
     ours = "" if local else "tags.`eckart.study` LIKE '%'"  # other projects may use the server, too
     found = mlflow.search_runs(experiments, ours, run_view_type=ViewType.ALL, max_results=10**9, output_format="list")
     runs = {run.info.run_id: run for run in found}
-    latest = _latest(_studies(runs.values()), recent)
+    latest = _latest(runs.values(), recent)
     lineages = {run: _lineage(client, run) for run in latest}
     children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
     naming = [*lineages.values(), *(dict(tagged.data.tags) for tagged in children)]
@@ -82,25 +83,15 @@ def _registered(count: int) -> Kind:
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
-def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return experiment → parent runs of its study, latest first, without deleted runs."""
-    studies: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: -run.info.start_time):
-        tags = run.data.tags
-        if "eckart.study" in tags and MLFLOW_PARENT_RUN_ID not in tags and run.info.lifecycle_stage != _DELETED:
-            studies.setdefault(run.info.experiment_id, []).append(run)
-    return studies
-
-
-def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
+def _latest(runs: Iterable[Run], recent: int) -> set[str]:
     """Return the ids of the `recent` latest finished runs of each study, and of all runs that started after them."""
     latest: set[str] = set()
-    for runs in studies.values():
-        finished = 0
-        for run in runs:
-            if finished == recent:
-                break
-            finished += run.info.status == RunStatus.to_string(RunStatus.FINISHED)
+    finished: Counter[str] = Counter()  # experiment of a study → how many of its finished runs are among the latest
+    for run in sorted(runs, key=lambda run: -run.info.start_time):
+        tags, study = run.data.tags, run.info.experiment_id
+        is_parent = "eckart.study" in tags and MLFLOW_PARENT_RUN_ID not in tags
+        if is_parent and run.info.lifecycle_stage != _DELETED and finished[study] < recent:
+            finished[study] += run.info.status == RunStatus.to_string(RunStatus.FINISHED)
             latest.add(run.info.run_id)
     return latest
 
@@ -145,11 +136,13 @@ def _kinds(
         if run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and name not in stay)
     }
     unused = {name for name, model in models.items() if name not in used and _is_unused(model, runs.keys() - ending)}
-    run_places = {name: run.info.artifact_uri for name, run in runs.items()}
-    model_places = {name: model.artifact_location for name, model in models.items()}
+    run_folders = {name: _folder(run.info.artifact_uri) for name, run in runs.items()}
+    model_folders = {name: _folder(model.artifact_location) for name, model in models.items()}
+    remove_runs = partial(_remove, client, [runs[name] for name in ending], [])
+    remove_models = partial(_remove, client, [], unused)
     return [
-        _kind("runs in MLflow", run_places, ending, partial(_remove, client, [runs[name] for name in ending], [])),
-        _kind("models in MLflow", model_places, unused, partial(_remove, client, [], unused)),
+        kind("runs in MLflow", run_folders.values(), [run_folders[name] for name in ending], remove_runs),
+        kind("models in MLflow", model_folders.values(), [model_folders[name] for name in unused], remove_models),
     ]
 
 
@@ -160,11 +153,8 @@ def _is_unused(model: LoggedModel, staying_runs: set[str]) -> bool:
     return versions.CONTENT in model.tags
 
 
-def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Return the `Kind` of runs or of models; `places` is id → URL of the folder with the files."""
-    folders = {id_: Path(local_file_uri_to_path(address)) for id_, address in places.items()}
-    stay, goes = ([folder for id_, folder in folders.items() if (id_ in go) == gone] for gone in (False, True))
-    return Kind(name, size_of(stay), size_of(goes), remove)
+def _folder(address: str) -> Path:
+    return Path(local_file_uri_to_path(address))
 
 
 def _remove(client: MlflowClient, runs: Iterable[Run], models: Iterable[str]) -> None:
