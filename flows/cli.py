@@ -515,8 +515,12 @@ def reproduce_candidate(
     print(f"The files are in {reproduction.folder}.")
     if not reproduction.same:
         differing = ", ".join(file.path for file in reproduction.files if not file.same)
-        reasons = "\n".join(f"  {reason}" for reason in reproduction.reasons)
-        raise EckartError(f"These files differ from the record: {differing}. Likely reasons:\n{reasons}")
+        raise EckartError(
+            f"These files differ from the record: {differing}. `git -C {reproduction.folder} diff dvc.lock` shows "
+            "which stages read or wrote other bytes. Likely reasons: other data or base models, other packages than "
+            "requirements.lock of that revision, another kind of CPU, or another build of torch: float sums may differ "
+            "in their last bits."
+        )
     print("All files are the same, bit for bit.")
 
 

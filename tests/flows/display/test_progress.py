@@ -17,7 +17,7 @@ from tests.flows.servers import until
 
 
 def planned(name: str, *upstream: str, alone: bool = False) -> Planned:
-    return Planned(name, upstream, alone, (), (), definition="", twin=None, cached=None)
+    return Planned(name, upstream, alone, (), (), definition="")
 
 
 def executed(name: str, seconds: float) -> Outcome:
