@@ -104,7 +104,7 @@ def init(
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
-    filled = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
+    filled = new_workspace.init(folder, new_workspace.InitOptions(base, data, text, text_pair, label, task), again)
     for path, value in filled.changes.items():
         before = f"{json.dumps(filled.before.get(path))} → " if again else ""
         print(f"  {path}: {before}{json.dumps(value)}")
@@ -373,12 +373,12 @@ def promote(
     try:
         with _ended_with_words(), terminable():
             prefect_server.use_temporary()
-            conclusion = flow.promotion(again=again, first=first, candidate=candidate)
+            result = flow.promotion(again=again, first=first, candidate=candidate)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise
-    _print_gates(conclusion.gates)
-    print(conclusion.message)
+    _print_gates(result.gates)
+    print(result.message)
 
 
 def _roll_back() -> None:
@@ -519,8 +519,12 @@ def reproduce_candidate(
     print(f"The files are in {reproduction.folder}.")
     if not reproduction.same:
         differing = ", ".join(file.path for file in reproduction.files if not file.same)
-        reasons = "\n".join(f"  {reason}" for reason in reproduction.reasons)
-        raise EckartError(f"These files differ from the record: {differing}. Likely reasons:\n{reasons}")
+        raise EckartError(
+            f"These files differ from the record: {differing}. `git -C {reproduction.folder} diff dvc.lock` shows "
+            "which stages read or wrote other bytes. Likely reasons: other data or base models, other packages than "
+            "requirements.lock of that revision, another kind of CPU, or another build of torch: float sums may differ "
+            "in their last bits."
+        )
     print("All files are the same, bit for bit.")
 
 

@@ -161,12 +161,12 @@ def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        conclusion = promotion()
+        result = promotion()
     except Refused as refusal:
         if not refusal.gates and (changed := _changed_since(outcomes)):  # the inputs changed just now
             return _CHANGED, _postponed(changed)
         return "Refused", redact(f"Not promoted: {refusal}")
-    return "Promoted" if conclusion.gates else "Completed", conclusion.message
+    return "Promoted" if result.gates else "Completed", result.message
 
 
 def _postponed(changed: str) -> str:
@@ -204,7 +204,7 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         with (
             stage_processes.reaping(),
-            terminal.show_progress(planned, side_by_side, stage_results.seconds_before()) as progress,
+            terminal.show_progress(planned) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)

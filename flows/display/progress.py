@@ -1,11 +1,11 @@
-"""The progress of a study: the running stages, their steps, and an estimate of the time that is left."""
+"""The progress of a study: the finished stages, the running ones with their steps, and estimates of the time left."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import rich.progress
@@ -19,7 +19,7 @@ _STEPS = re.compile(r"(?<!\S)(\d+)/([1-9]\d*)(?!\S)")
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES = 20  # last lines of output that are kept for each stage
 _PER_SECOND = 2  # how often the display is redrawn
-_PERIOD = 600  # the time left of a training is estimated from its steps in the last 600 seconds
+_PERIOD = 24 * 3600  # the time left is estimated from the steps or stages that were done in these last seconds
 
 
 class _Elapsed(rich.progress.ProgressColumn):
@@ -40,6 +40,7 @@ def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> r
             "{task.fields[line]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)
         ),
         _Elapsed(table_column=text),
+        rich.progress.TimeRemainingColumn(table_column=text),
         console=console,
         get_time=get_time,
         transient=True,
@@ -54,8 +55,6 @@ class Progress:
 
     Args:
         stages: all stages of the study.
-        workers: number of stages that run at a time.
-        before: stage → seconds that it took in an earlier run, maybe with other parameters.
         bars: the live display; None: draw nothing.
         note: a function that prints a line about an event, such as the end of a stage.
     """
@@ -63,28 +62,26 @@ class Progress:
     def __init__(
         self,
         stages: Sequence[Planned],
-        workers: int,
-        before: Mapping[str, float],
         bars: rich.progress.Progress | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.note = note
-        self._stages, self._workers, self._before = stages, workers, before
+        self._stages = stages
         self._bars = bars or new_bars(Console(quiet=True))
         self._rows: dict[str, rich.progress.TaskID] = {}
-        self._took: dict[str, float] = {}
         self.lines: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
         """Stage → the last lines that it printed."""
         self._last_lines: dict[str, str] = {}
         self._tracebacks: dict[str, list[str]] = defaultdict(list)
-        self._quarters: dict[str, int] = {}  # stage → quarter of its training's steps in its last line; -1: no steps
-        self._done: set[str] = set()
+        self._quarters: dict[str, int] = {}  # quarter of a training's steps that was logged last
+        # Stages that were up to date before the run say nothing about the time that the others take.
+        self._done = {stage.name for stage in stages if stage.cached}
         self._failed: set[str] = set()
         self._guard = threading.RLock()
-        self._study = self._add("study", len(stages))
+        self._study = self._add("study", len(stages), len(self._done))
 
-    def _add(self, name: str, total: int | None) -> rich.progress.TaskID:
-        return self._bars.add_task(name, total=total, line="", begun=self._bars.get_time())
+    def _add(self, name: str, total: int | None, completed: int = 0) -> rich.progress.TaskID:
+        return self._bars.add_task(name, total=total, completed=completed, line="", begun=self._bars.get_time())
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -116,7 +113,6 @@ class Progress:
                 line = line.removeprefix(f"step {done}/{total}").strip()
             self._last_lines[name] = Text.from_ansi(line).plain
             self._bars.update(row, line=self._last_lines[name])
-            self._draw_study()
             before, now = self._quarters.get(name), 4 * steps[0] // steps[1] if steps else -1
             self._quarters[name] = now if steps else -1
             return not steps or now != before
@@ -125,9 +121,7 @@ class Progress:
         """Count a stage as done, and print how long its command took if it was executed."""
         with self._guard:
             self._done.add(outcome.stage)
-            if outcome.seconds is not None:
-                self._took[outcome.stage] = outcome.seconds
-            self._draw_study()
+            self._bars.update(self._study, completed=len(self._done))
         if outcome.status == "Executed":
             place = f" in {outcome.place}" if outcome.place else ""
             line = self._last_lines.get(outcome.stage)
@@ -140,44 +134,9 @@ class Progress:
             for stage in self._stages:
                 if self._failed.intersection(stage.upstream):
                     self._failed.add(stage.name)
-            self._draw_study()
+            self._bars.update(self._study, line=f"{len(self._failed)} failed or wait for one that did")
         for line in (*self._tracebacks[name], f"{name} failed: {cause.removeprefix(f'{name}: ')}"):
             self.note(line)
-
-    def _draw_study(self) -> None:
-        seconds, known = self.time_left()
-        parts = [f"{'about' if known else 'at least'} {roughly(seconds)} left"] if seconds else []
-        parts += [f"{len(self._failed)} failed or wait for one that did"] if self._failed else []
-        self._bars.update(self._study, completed=len(self._done), line=", ".join(parts))
-
-    def time_left(self) -> tuple[float, bool]:
-        """Estimate the seconds until all stages are done.
-
-        The times of stages that need the whole machine are added up. The sum of the times of all others is divided by
-        the number of workers, but it counts at least as much as the longest of these stages.
-
-        Returns:
-            The seconds, and whether every stage could be estimated. If not, the seconds are a lower bound.
-        """
-        with self._guard:
-            waiting = [stage for stage in self._stages if stage.name not in self._done | self._failed]
-            left = {stage.name: self._left(stage) for stage in waiting}
-        alone = sum(left[stage.name] or 0.0 for stage in waiting if stage.alone)
-        beside = [left[stage.name] or 0.0 for stage in waiting if not stage.alone]
-        seconds = alone + max(sum(beside) / self._workers, max(beside, default=0.0))
-        return seconds, None not in left.values()
-
-    def _left(self, stage: Planned) -> float | None:
-        """Estimate the seconds until a stage is done; None if neither it nor a similar stage was ever timed."""
-        running = stage.name in self._rows
-        if running and (by_steps := self._task(stage.name).time_remaining) is not None:
-            return by_steps
-        if (stage.twin or stage.cached) and not running:  # its result is there, or will be copied from its twin
-            return 0.0
-        expected = expected_seconds(stage.name, self._took, self._before)
-        if expected is None or not running:
-            return expected
-        return max(0.0, expected - (self._bars.get_time() - self._task(stage.name).fields["begun"]))
 
     def _task(self, name: str) -> rich.progress.Task:
         return next(task for task in self._bars.tasks if task.id == self._rows[name])
@@ -187,20 +146,6 @@ def steps_of(line: str) -> tuple[int, int] | None:
     """Return the number of finished steps and of all steps in a line, 114 and 375 for `step 114/375  loss 0.42`."""
     match = _STEPS.search(line)
     return (int(match[1]), int(match[2])) if match and int(match[1]) <= int(match[2]) else None
-
-
-def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
-    """Estimate the seconds that a stage takes: its own time in an earlier run, else the mean time of other candidates.
-
-    The result is None if no candidate was timed.
-    """
-    if name in before:
-        return before[name]
-    stage = name.partition("@")[0]
-    for times in (took, before):
-        if alike := [seconds for other, seconds in times.items() if other.partition("@")[0] == stage]:
-            return sum(alike) / len(alike)
-    return None
 
 
 def duration(seconds: float) -> str:

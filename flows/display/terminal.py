@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import rich.progress
@@ -70,13 +70,11 @@ def log_above() -> None:
 
 
 @contextmanager
-def show_progress(stages: Sequence[Planned], workers: int, before: Mapping[str, float]) -> Iterator[Progress]:
+def show_progress(stages: Sequence[Planned]) -> Iterator[Progress]:
     """Show a study's `Progress` while the block runs: in the live display if there is one, else as log lines."""
     if bars := _bars:
         _clear(bars)
-        progress = Progress(
-            stages, workers, before, bars, lambda line: bars.console.print(Text.from_ansi(line), soft_wrap=True)
-        )
+        progress = Progress(stages, bars, lambda line: bars.console.print(Text.from_ansi(line), soft_wrap=True))
         try:
             yield progress
         finally:
@@ -84,7 +82,7 @@ def show_progress(stages: Sequence[Planned], workers: int, before: Mapping[str, 
             doing("finishing")
         return
     with _quiet_console():
-        yield Progress(stages, workers, before)
+        yield Progress(stages)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from flows.engine import cached_objects, site_cache
 log = logging.getLogger(__name__)
 
 
-class WholeRepo(Repo):
+class RepairingRepo(Repo):
     """A `Repo` of DVC that repairs its databases and its run cache before it uses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -102,7 +102,7 @@ def accept(order: Order) -> Planned:
         except CodeChanged as error:
             raise NotTheSame(f"{_here()} has other code than the run: bring it up to date") from error
         reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
-        return Planned(order.stage, (), False, reads, writes, order.definition, twin=None, cached=None)
+        return Planned(order.stage, (), False, reads, writes, order.definition)
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:

@@ -27,7 +27,7 @@ from dvc.rwlock import rwlock
 from voluptuous import Invalid
 
 from flows.engine import site_cache, stage_processes
-from flows.engine.dvc_repo import WholeRepo
+from flows.engine.dvc_repo import RepairingRepo
 from flows.engine.stage_processes import CommandFailed
 from tasks.artifacts.errors import EckartError
 
@@ -50,7 +50,7 @@ def repository() -> Iterator[Repo]:
     logging.getLogger("dvc").setLevel(logging.WARNING)
     where = f"{Path.cwd()} (.dvc/config, .dvc/config.local, .dvcignore)"
     try:
-        with WholeRepo(_wait_for_lock=True) as repo:
+        with RepairingRepo(_wait_for_lock=True) as repo:
             where = str(Path.cwd())
             yield repo
     except LockError:

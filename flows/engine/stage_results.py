@@ -66,13 +66,5 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
         log.warning("%s cannot be written: %s", SECONDS, error)
 
 
-def seconds_before() -> dict[str, float]:
-    """Load stage → seconds that it took in the last run in this workspace; empty if there is no readable file."""
-    try:
-        return _SECONDS.validate_json(SECONDS.read_bytes())
-    except (OSError, ValueError):
-        return {}
-
-
 def _path(cache_dir: Path, computation: str) -> Path:
     return cache_dir / "computed" / f"{computation}.json"

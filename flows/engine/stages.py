@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -87,9 +87,9 @@ class Planned:
     writes: tuple[str, ...]
     definition: str
     """Digest of the command, parameters and paths at the time of the plan."""
-    twin: str | None
+    twin: str | None = None
     """Name of a stage that does the same work for another recipe; this stage waits for it and uses its result."""
-    cached: Outcome | None
+    cached: Outcome | None = None
     """The result if the stage and all upstream stages were up to date at the time of the plan."""
 
 
@@ -103,8 +103,7 @@ def plan() -> list[Planned]:
     check_workspace()
     resolve_parameters()
     planned: dict[str, Planned] = {}
-    kinds: dict[str, int] = {}
-    numbers: dict[Hashable, int] = {}
+    kinds: dict[str, str] = {}  # stage → digest of its computation and of those that it depends on
     with repository() as repo, bookkeeping(repo):
         graph = repo.index.graph
         _refuse_links(repo)
@@ -114,12 +113,12 @@ def plan() -> list[Planned]:
                 continue
             upstream = tuple(up.name for up in graph.successors(stage) if up.cmd)
             definition = _definition(stage)
-            kind = (_without_recipe_name(stage.name, definition), *(kinds[name] for name in upstream))
-            kinds[stage.name] = numbers.setdefault(kind, len(numbers))
+            kind = [_without_recipe_name(stage.name, definition), *(kinds[name] for name in upstream)]
+            kinds[stage.name] = _digest(json.dumps(kind))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    first: dict[int, str] = {}  # number of a computation → the one stage that does it for all recipes
+    first: dict[str, str] = {}  # kind of computation → the stage that does it for all
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
     twins = {name: first[kinds[name]] for name in planned}
@@ -153,8 +152,6 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
         reads=tuple(dep.fs_path for dep in stage.deps),
         writes=tuple(out.fs_path for out in stage.outs),
         definition=definition_of(stage),
-        twin=None,
-        cached=None,
     )
 
 

@@ -19,7 +19,7 @@ from dvc.repo import Repo
 
 from flows.engine import cached_objects, locks, stages
 from flows.gc import dvc_cache, mlflow_records, referenced_digests
-from flows.gc.kind import CannotCollect, Kind, size_of
+from flows.gc.kind import CannotCollect, Kind, kind
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
@@ -56,9 +56,9 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         digests = in_mlflow.union(
             referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
         )
-        stay = size_of(folder for folder in others if folder.parent == WORKSPACES.resolve())
+        workspaces = [folder for folder in (*others, *scratch) if folder.parent == WORKSPACES.resolve()]
         yield [
-            Kind("other workspaces", stay, size_of(scratch), partial(_remove, scratch)),
+            kind("other workspaces", workspaces, scratch, partial(_remove, scratch)),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
             *tracked,
         ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.gc.kind import Kind, size_of
+from flows.gc.kind import Kind, kind
 from flows.gc.referenced_digests import in_text
 
 _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
@@ -22,19 +22,14 @@ def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
     times = list(cache_dir.glob("computed/*.json"))
+    objects_go = [path for path in objects if _digest(path) not in kept]
+    runs_go = [path for path in runs if not _outs(path) <= kept]
+    times_go = [path for path in times if not in_text(path.read_text("utf-8", "replace")) <= kept]
     return [
-        _kind("objects of DVC's cache", objects, [path for path in objects if _digest(path) not in kept]),
-        _kind("entries of the run cache", runs, [path for path in runs if not _outs(path) <= kept]),
-        _kind(
-            "times of stages",
-            times,
-            [path for path in times if not in_text(path.read_text("utf-8", "replace")) <= kept],
-        ),
+        kind("objects of DVC's cache", objects, objects_go, partial(_remove, objects_go)),
+        kind("entries of the run cache", runs, runs_go, partial(_remove, runs_go)),
+        kind("times of stages", times, times_go, partial(_remove, times_go)),
     ]
-
-
-def _kind(name: str, paths: Sequence[Path], go: Sequence[Path]) -> Kind:
-    return Kind(name, size_of(set(paths) - set(go)), size_of(go), partial(_remove, go))
 
 
 def _remove(paths: Sequence[Path]) -> None:

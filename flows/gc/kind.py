@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class Kind:
     stays: Size
     goes: Size
     remove: Callable[[], None]
+
+
+def kind(name: str, paths: Iterable[Path], go: Collection[Path], remove: Callable[[], None]) -> Kind:
+    """Return the `Kind` of things that are files or folders: of all `paths`, `remove` removes those in `go`."""
+    return Kind(name, size_of(set(paths).difference(go)), size_of(go), remove)
 
 
 def size_of(paths: Iterable[Path]) -> Size:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run, RunStatus, ViewType
 from mlflow.entities.model_registry import ModelVersion
@@ -19,7 +20,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from flows.gc import referenced_digests
-from flows.gc.kind import CannotCollect, Kind, Size, size_of
+from flows.gc.kind import CannotCollect, Kind, Size, kind
 from flows.registry import last_champion, versions
 from flows.tracking import candidate_models, database, mirror
 from tasks.artifacts.names import candidate_of
@@ -56,14 +57,13 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
 
 
 def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], list[Kind]]:
-    registered = list(_all(client.search_model_versions))
-    experiments = [
-        experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
-    ]
+    # These functions of `mlflow` search all pages; those of the client only one.
+    registered = mlflow.search_model_versions()
+    experiments = [found.experiment_id for found in mlflow.search_experiments(view_type=ViewType.ALL)]
     ours = "" if local else "tags.`eckart.study` LIKE '%'"  # other projects may use the server, too
-    search = partial(client.search_runs, experiments, ours, run_view_type=ViewType.ALL)
-    runs = {run.info.run_id: run for run in (_all(search) if experiments else ())}
-    latest = _latest(_studies(runs.values()), recent)
+    found = mlflow.search_runs(experiments, ours, run_view_type=ViewType.ALL, max_results=10**9, output_format="list")
+    runs = {run.info.run_id: run for run in found}
+    latest = _latest(runs.values(), recent)
     lineages = {run: _lineage(client, run) for run in latest}
     children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
     naming = [*lineages.values(), *(dict(tagged.data.tags) for tagged in children)]
@@ -82,35 +82,15 @@ def _registered(count: int) -> Kind:
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
-def _all(search: Callable[..., Any]) -> Iterator[Any]:
-    """Yield all results of an MLflow search, page by page."""
-    token = None
-    while True:
-        page = search(page_token=token)
-        yield from page
-        if not (token := page.token):
-            return
-
-
-def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return experiment → parent runs of its study, latest first, without deleted runs."""
-    studies: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: -run.info.start_time):
-        tags = run.data.tags
-        if "eckart.study" in tags and MLFLOW_PARENT_RUN_ID not in tags and run.info.lifecycle_stage != _DELETED:
-            studies.setdefault(run.info.experiment_id, []).append(run)
-    return studies
-
-
-def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
-    """Return the ids of the latest `recent` finished runs of each study, and of all unfinished runs since then."""
+def _latest(runs: Iterable[Run], recent: int) -> set[str]:
+    """Return the ids of the `recent` latest finished runs of each study, and of all runs that started after them."""
     latest: set[str] = set()
-    for runs in studies.values():
-        finished = 0
-        for run in runs:
-            if finished == recent:
-                break
-            finished += run.info.status == RunStatus.to_string(RunStatus.FINISHED)
+    finished: Counter[str] = Counter()  # experiment of a study → how many of its finished runs are among the latest
+    for run in sorted(runs, key=lambda run: -run.info.start_time):
+        tags, study = run.data.tags, run.info.experiment_id
+        is_parent = "eckart.study" in tags and MLFLOW_PARENT_RUN_ID not in tags
+        if is_parent and run.info.lifecycle_stage != _DELETED and finished[study] < recent:
+            finished[study] += run.info.status == RunStatus.to_string(RunStatus.FINISHED)
             latest.add(run.info.run_id)
     return latest
 
@@ -119,9 +99,7 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     """Load the record of stages and candidates that a study's run stored in MLflow at its end; {} if there is none."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
-    with tempfile.TemporaryDirectory() as folder:
-        content: dict[str, Any] = json.loads(Path(client.download_artifacts(run, mirror.LINEAGE, folder)).read_text())
-    return content
+    return mlflow.artifacts.load_dict(f"runs:/{run}/{mirror.LINEAGE}")
 
 
 def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
@@ -143,8 +121,7 @@ def _kinds(
     """Return the kinds of things in the workspace's own store, runs and models; `stay`: ids of the runs that stay."""
     sources = {version.source or "": version for version in registered}
     used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
-    search = partial(client.search_logged_models, experiments)
-    models: dict[str, LoggedModel] = {model.model_id: model for model in (_all(search) if experiments else ())}
+    models = {model.model_id: model for model in mlflow.search_logged_models(experiments, output_format="list")}
     for name, version in used.items():
         if name not in models:  # it is in MLflow's trash, so MLflow's gc would remove the files of the version
             raise CannotCollect(
@@ -158,11 +135,13 @@ def _kinds(
         if run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and name not in stay)
     }
     unused = {name for name, model in models.items() if name not in used and _is_unused(model, runs.keys() - ending)}
-    run_places = {name: run.info.artifact_uri for name, run in runs.items()}
-    model_places = {name: model.artifact_location for name, model in models.items()}
+    run_folders = {name: _folder(run.info.artifact_uri) for name, run in runs.items()}
+    model_folders = {name: _folder(model.artifact_location) for name, model in models.items()}
+    remove_runs = partial(_remove, client, [runs[name] for name in ending], [])
+    remove_models = partial(_remove, client, [], unused)
     return [
-        _kind("runs in MLflow", run_places, ending, partial(_remove, client, [runs[name] for name in ending], [])),
-        _kind("models in MLflow", model_places, unused, partial(_remove, client, [], unused)),
+        kind("runs in MLflow", run_folders.values(), [run_folders[name] for name in ending], remove_runs),
+        kind("models in MLflow", model_folders.values(), [model_folders[name] for name in unused], remove_models),
     ]
 
 
@@ -176,11 +155,8 @@ def _is_unused(model: LoggedModel, staying_runs: set[str]) -> bool:
     return versions.CONTENT in model.tags
 
 
-def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Return the `Kind` of runs or of models; `places` is id → URL of the folder with the files."""
-    folders = {id_: Path(local_file_uri_to_path(address)) for id_, address in places.items()}
-    stay, goes = ([folder for id_, folder in folders.items() if (id_ in go) == gone] for gone in (False, True))
-    return Kind(name, size_of(stay), size_of(goes), remove)
+def _folder(address: str) -> Path:
+    return Path(local_file_uri_to_path(address))
 
 
 def _remove(client: MlflowClient, runs: Iterable[Run], models: Iterable[str]) -> None:

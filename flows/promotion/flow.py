@@ -43,7 +43,7 @@ _TEST = "eckart.test"
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class PromotionResult:
     """Result of a promotion that was not refused."""
 
     message: str
@@ -52,7 +52,7 @@ class Conclusion:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(again: bool = False, first: bool = False, candidate: str | None = None) -> Conclusion:
+def promotion(again: bool = False, first: bool = False, candidate: str | None = None) -> PromotionResult:
     """Promote a candidate of the finished study in the working directory, if it passes the gates.
 
     Args:
@@ -74,16 +74,16 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
         with crashed_runs.lock_run(str(flow_run.id)):
             terms = _terms()
             try:
-                conclusion = _promote(terms, again, first, candidate)
+                result = _promote(terms, again, first, candidate)
             except Refused as refusal:
                 _show(terms.wanted.model, str(refusal), refusal.gates)
                 raise
-            _show(terms.wanted.model, conclusion.message, conclusion.gates)
+            _show(terms.wanted.model, result.message, result.gates)
     except EckartError as error:  # without a traceback, because a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
         message = redact(str(error))
         return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
-    return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
+    return Completed(message=result.message, data=result)  # type: ignore[return-value]
 
 
 def rollback() -> str:
@@ -123,7 +123,7 @@ def _show(model: str, decision: str, checked: Sequence[Gate]) -> None:
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
-def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Conclusion:
+def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> PromotionResult:
     log = get_run_logger()
     with versions.connected(terms.wanted.model, first) as models:
         try:
@@ -133,27 +133,27 @@ def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Conclu
         candidate = choose(name)
         best = "is the best on validation examples within the limits of promotion in params.yaml"
         log.info("%s %s", candidate.name, "was named" if name else best)
-        if conclusion := _champion_already(candidate, models.champion()):
-            return conclusion
+        if result := _champion_already(candidate, models.champion()):
+            return result
         version = register(models, terms, candidate, again)
         log.info("it is version %s of %s, and goes through the gates", version, models.name)
         return _challenge(models, terms, candidate, version)
 
 
-def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Conclusion | None:
+def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> PromotionResult | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    return Conclusion(f"{candidate.name} is the champion already (version {champion.version})", ())
+    return PromotionResult(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
-def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Conclusion:
+def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> PromotionResult:
     """Check the gates of a version, make it the champion if it passes, and store the outcome in the registry."""
     passed: tuple[Gate, ...] = ()
     try:
         while True:
             champion = models.champion()
-            if conclusion := _champion_already(candidate, champion):
-                return conclusion
+            if result := _champion_already(candidate, champion):
+                return result
             passed = gate(models, terms, candidate, version, champion)
             _write_down(models, terms, candidate, version, passed, "All gates are passed.")
             try:
@@ -168,7 +168,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Conclusion(message, passed)
+    return PromotionResult(message, passed)
 
 
 def choose(name: str | None = None) -> Recorded:

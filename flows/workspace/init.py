@@ -33,7 +33,7 @@ class InitError(EckartError):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class InitOptions:
     """The user's own model and data, and the names of its columns. None stands for what the user did not give."""
 
     base: str | None
@@ -58,16 +58,16 @@ class Filled:
     """Sentence that says what happens to the base model's head; may be empty."""
 
 
-def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
+def init(folder: Path, options: InitOptions, again: bool = False) -> Filled:
     """Make `folder` a workspace, or change one that exists. Files in it stay.
 
     Args:
-        again: whether `folder` already is a workspace. Then only the parameters that follow from the wishes change.
+        again: whether `folder` already is a workspace. Then only the parameters that follow from the options change.
 
     Raises:
         InitError: nothing was changed.
     """
-    _check(folder, wishes, again)
+    _check(folder, options, again)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     # On the same disk as `folder`, so that moving files is fast.
     with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:
@@ -77,9 +77,9 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
             worktrees.carry(folder / part, draft / part)
             (draft / part).mkdir(parents=True, exist_ok=True)
         try:
-            filled = _fill_in(draft, folder, wishes, again)
+            filled = _fill_in(draft, folder, options, again)
         except EckartError as error:  # the message may name copies in the temporary folder
-            raise InitError(_by_own_names(str(error), wishes)) from error
+            raise InitError(_by_own_names(str(error), options)) from error
         folder.mkdir(parents=True, exist_ok=True)
         _set_up(folder)
         for part in CARRIED:
@@ -100,8 +100,8 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
     return filled
 
 
-def _by_own_names(message: str, wishes: Wishes) -> str:
-    for own, place in ((wishes.base, BASE), (wishes.data, RAW)):
+def _by_own_names(message: str, options: InitOptions) -> str:
+    for own, place in ((options.base, BASE), (options.data, RAW)):
         message = message.replace(str(place / Path(own).name), str(own)) if own else message
     return message
 
@@ -112,7 +112,7 @@ def _append(file: Path, text: str) -> None:
         file.write_text(f"{before.rstrip()}\n\n{text}" if before.strip() else text)
 
 
-def _check(folder: Path, wishes: Wishes, again: bool) -> None:
+def _check(folder: Path, options: InitOptions, again: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: name a folder")
     for path in (PARAMS, *installation.derived(), Path(".dvc")):
@@ -123,19 +123,19 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
             )
         if again and not (folder / path).exists():
             raise InitError(f"{folder} has no {path}, so it is no workspace: leave out --again to make one")
-    if wishes.data and not wishes.data.exists():
-        raise InitError(f"--data {wishes.data} does not exist")
-    if wishes.base and not Path(wishes.base).exists() and wishes.base.startswith((".", "/", "~")):
-        raise InitError(f"--base {wishes.base} does not exist")
+    if options.data and not options.data.exists():
+        raise InitError(f"--data {options.data} does not exist")
+    if options.base and not Path(options.base).exists() and options.base.startswith((".", "/", "~")):
+        raise InitError(f"--base {options.base} does not exist")
 
 
-def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
+def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool) -> Filled:
     """Copy the user's model and data into a draft of the workspace, and adapt the draft's params.yaml to them."""
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
-    base = wishes.base
+    base = options.base
     if base and Path(base).exists():
         base = str(_bring(Path(base), BASE, draft, folder))
-    source = str(_bring(wishes.data, RAW, draft, folder)) if wishes.data else _own_data(present)
+    source = str(_bring(options.data, RAW, draft, folder)) if options.data else _own_data(present)
     changes: dict[str, Any] = {}
     head = ""
     if base or source:
@@ -145,16 +145,16 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
         with chdir(draft):
             params_from_data.read_base(base)
     if source:
-        data = _completed(wishes, present)
+        data = _completed(options, present)
         with chdir(draft):
             decided, head = params_from_data.of_data(
                 source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
             )
         changes |= decided
-    elif wishes.text or wishes.text_pair or wishes.label or wishes.task:
+    elif options.text or options.text_pair or options.label or options.task:
         raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
     if again:
-        changes = _amending(changes, wishes, present, default)
+        changes = _amending(changes, options, present, default)
     elif changes:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
@@ -172,25 +172,25 @@ def _own_data(params: Mapping[str, Any]) -> str | None:
     return source if Path(source).is_relative_to(RAW) else None
 
 
-def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Return the wishes, with missing columns and task from params.yaml if that already names the user's own data."""
+def _completed(options: InitOptions, params: Mapping[str, Any]) -> InitOptions:
+    """Return `options`, with missing columns and task from params.yaml if that already names the user's own data."""
     if not _own_data(params):
-        return wishes
+        return options
     data = params["data"]
-    columns = {name: getattr(wishes, name) or data["columns"][name] for name in ("text", "text_pair", "label")}
-    task = wishes.task or (None if wishes.data or wishes.label else data["task"])
-    return replace(wishes, task=task, **columns)
+    columns = {name: getattr(options, name) or data["columns"][name] for name in ("text", "text_pair", "label")}
+    task = options.task or (None if options.data or options.label else data["task"])
+    return replace(options, task=task, **columns)
 
 
 def _amending(
-    changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
+    changes: Mapping[str, Any], options: InitOptions, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return only the changes that the user asked for and those that follow from them; other parameters must stay."""
-    columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
-    decided = {"source", "splits", "sizes"} if wishes.data else set()
-    if wishes.data or columns:
+    columns = options.text or options.text_pair or options.label or options.task
+    decided = {"source", "splits", "sizes"} if options.data else set()
+    if options.data or columns:
         decided |= {"columns", "task"}
-    if wishes.data or wishes.base or wishes.text or wishes.text_pair:
+    if options.data or options.base or options.text or options.text_pair:
         decided.add("max_length")
     data = changes.get("data", {})
     if data.get("task") != present["data"]["task"]:

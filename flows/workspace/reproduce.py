@@ -12,14 +12,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from dvc.repo import Repo
 from dvc.repo.graph import collect_pipeline
 from dvc.stage import PipelineStage
-from packaging.utils import canonicalize_name
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -29,8 +27,6 @@ from flows.workspace import worktrees
 from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
-
-_REQUIREMENTS = "requirements.lock"
 
 
 class CannotReproduce(EckartError):
@@ -45,8 +41,6 @@ class LockedStage:
     stage: str
     entries: Mapping[str, Any]
     """Entries of all stages in this dvc.lock: stage → the digests of its inputs and outputs."""
-    requirements: str
-    """Content of the revision's requirements.lock: a line `NAME==VERSION` for each package."""
 
     @property
     def folder(self) -> Path:
@@ -81,8 +75,6 @@ class Reproduction:
     origin: str
     """Words that say whether the files were taken from the cache or made again."""
     files: list[ComparedFile]
-    reasons: list[str]
-    """Likely reasons for differences; empty if all files are the same."""
 
     @property
     def same(self) -> bool:
@@ -98,7 +90,7 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
     commit, entries = _locked(revision)
     for stage in (stage_name("finetune", name), name):
         if stage in entries:
-            return LockedStage(commit, stage, entries, _content(commit, _REQUIREMENTS))
+            return LockedStage(commit, stage, entries)
     candidates = [candidate_of(stage) for stage in entries if stage.startswith(stage_name("finetune", ""))]
     raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
 
@@ -112,22 +104,13 @@ def _locked(revision: str) -> tuple[str, dict[str, Any]]:
         raise CannotReproduce(
             f"{revision} is no revision of this repository: `git log --oneline` lists them"
         ) from error
-    if entries := _entries(_content(commit, str(LOCK)), revision):
-        return commit, entries
-    raise CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
-
-
-def _content(commit: str, name: str) -> str:
-    """Return the content of a file in a commit; empty if the commit does not have the file."""
-    present = worktrees.git(Path(), "ls-tree", "--name-only", commit, name)
-    return worktrees.git(Path(), "show", f"{commit}:{name}") if present else ""
-
-
-def _entries(text: str, revision: str) -> dict[str, Any]:
-    """Parse the content of a dvc.lock into stage → entry; `revision` is named in the error message."""
     try:
-        return dict((YAML(typ="safe").load(text) or {}).get("stages") or {})
-    except (YAMLError, AttributeError) as error:
+        text = worktrees.git(Path(), "show", f"{commit}:{LOCK}")
+    except WorkspaceError as error:
+        raise CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result") from error
+    try:
+        return commit, dict(YAML(typ="safe").load(text)["stages"])
+    except (YAMLError, TypeError, KeyError, ValueError) as error:
         raise CannotReproduce(f"dvc.lock of {revision} cannot be read: {error}") from error
 
 
@@ -150,12 +133,11 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
                 cached_objects.copy(cache, digest, folder / out)
         else:
             _run_again(cache, wanted, again)
-        files = compare(folder, cache, wanted.outs)
-        same = all(file.same for file in files)
-        if same and not from_cache:
+        origin = "taken from the cache or the remote" if from_cache else "made again"
+        reproduction = Reproduction(folder, origin, compare(folder, cache, wanted.outs))
+        if reproduction.same and not from_cache:
             _add_to_cache(cache, wanted)
-        reasons = [] if same else _reasons(wanted)
-    return Reproduction(folder, "taken from the cache or the remote" if from_cache else "made again", files, reasons)
+    return reproduction
 
 
 def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
@@ -236,31 +218,4 @@ def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
                 made = wanted.folder / out
                 if cached_objects.missing(cache, digest) and made.exists():
                     cached_objects.add(repo, made, digest)
-
-
-def _reasons(wanted: LockedStage) -> list[str]:
-    now = _entries((wanted.folder / LOCK).read_text(), "the worktree")
-    changes = (_change(name, wanted.entries[name], now.get(name, {})) for name in _chain(wanted))
-    reasons = [next(filter(None, changes), f"{wanted.stage} was not recorded anew")]
-    if packages := _packages(wanted.requirements):
-        reasons.append(f"other packages than {_REQUIREMENTS} of that revision: {', '.join(packages)}")
-    return [*reasons, "another kind of CPU, or another build of torch: float sums may differ in their last bits"]
-
-
-def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    before, after = digests(then, "deps"), digests(now, "deps")
-    differing = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
-    differing += [part for part in ("cmd", "params") if then.get(part) != now.get(part)]
-    if differing:
-        return f"{name} had other inputs than recorded: {', '.join(differing)}"
-    same = digests(then, "outs") == digests(now, "outs")
-    return "" if same else f"{name} wrote other bytes from the same inputs"
-
-
-def _packages(pinned: str) -> list[str]:
-    """Return a description of each package whose installed version is not the one in its line `NAME==VERSION`."""
-    # Local versions such as +cpu are not pinned.
-    there = {canonicalize_name(package.name): package.version.partition("+")[0] for package in distributions()}
-    pins = [map(str.strip, line.split("==")) for line in pinned.splitlines() if line.count("==") == 1]
-    versions = [(name, there.get(canonicalize_name(name)), wanted) for name, wanted in pins]
-    return [f"{name} {installed} for {wanted}" for name, installed, wanted in versions if installed != wanted]
+    """Entries of all stages in this dvc.lock: stage → the digests of its inputs and outputs."""

@@ -127,7 +127,8 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
         return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
     if all(loss.interval_holds for loss in open_.values()):
         first = next(iter(open_.values()))
-        few = f"{counted(first.examples, 'example')} can miss a change that affects {percent(first.unseen)} of all examples"
+        count = counted(first.examples, "example")
+        few = f"{count} can miss a change that affects {percent(first.unseen)} of all examples"
         reason = few if first.is_mean else "no interval from so few examples is reliable"
         return f": {reason}; {examples_wanted(open_.values())} would show it"
     return f": {examples_wanted(open_.values())} would show it"

@@ -231,7 +231,7 @@ class TestBetweenWorkspaces:
 
 
 def planned(name: str, *upstream: str, alone: bool = False) -> Planned:
-    return Planned(name, upstream, alone, (), (), definition="", twin=None, cached=None)
+    return Planned(name, upstream, alone, (), (), definition="")
 
 
 def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_others_that_measure() -> None:

@@ -1,23 +1,23 @@
-"""The progress of a study: time left by hand, what is heard of stages, and the display in terminals of any width."""
+"""The progress of a study: the time left, the lines that stages print, and the display in terminals of any width."""
 
 from __future__ import annotations
 
 import io
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows.display.progress import Progress, expected_seconds, new_bars, steps_of
+from flows.display.progress import Progress, new_bars, steps_of
 from flows.engine import hang_detection
 from flows.engine.stages import Outcome, Planned
 from tests.flows.servers import until
 
 
-def planned(name: str, *upstream: str, alone: bool = False, twin: str | None = None) -> Planned:
-    return Planned(name, upstream, alone, (), (), definition="", twin=twin, cached=None)
+def planned(name: str, *upstream: str, alone: bool = False) -> Planned:
+    return Planned(name, upstream, alone, (), (), definition="")
 
 
 def executed(name: str, seconds: float) -> Outcome:
@@ -42,53 +42,42 @@ PLAN = (
     planned("time", "train@a-1", "train@b-1", "train@c-1", alone=True),
     planned("table", "time"),
 )
-SECONDS = {"data": 5.0, "train@a-1": 10.0, "train@b-1": 20.0, "train@c-1": 30.0, "time": 7.0, "table": 1.0}
 
 
-@pytest.mark.parametrize(("workers", "seconds"), [(1, 73), (2, 40), (9, 37)])
-def test_workers_share_the_work_but_for_the_stages_that_run_alone(workers: int, seconds: float) -> None:
-    """Beside each other: 66 s, and no less than the longest stage's 30. Alone: 7 s."""
-    assert Progress(PLAN, workers, SECONDS).time_left() == (seconds, True)
-
-
-def test_a_stage_is_expected_to_take_as_long_as_before_or_as_its_like() -> None:
-    took = {"search@svd-0.5": 2.0, "search@ars-0.5": 400.0, "finetune@svd-0.5": 60.0}
-    assert expected_seconds("search@svd-0.5", {}, took) == 2
-    assert expected_seconds("search@kfac-0.5", took, {}) == 201
-    assert expected_seconds("search@kfac-0.5", {}, took) == 201
-    assert expected_seconds("table", took, took) is None
-
-
-def test_time_left_is_known_as_soon_as_every_stage_has_a_like() -> None:
-    progress = Progress(PLAN, 2, {name: SECONDS[name] for name in ("data", "time", "table")})
-    assert progress.time_left() == (7 + 5, False)
-    progress.done(executed("data", 5))
-    progress.done(executed("train@a-1", 10))
-    assert progress.time_left() == (7 + (10 + 10 + 1) / 2, True)
+def test_the_time_left_follows_from_the_stages_of_this_run() -> None:
+    """Of six stages one was up to date before. Each of the others takes 10 s."""
+    clock = Clock()
+    bars = new_bars(Console(quiet=True), clock)
+    progress = Progress([replace(PLAN[0], cached=executed("data", 500)), *PLAN[1:]], bars)
+    progress.done(executed("data", 500))
+    for clock.now, name in ((10, "train@a-1"), (20, "train@b-1")):
+        progress.done(executed(name, 10))
+    assert bars.tasks[0].time_remaining == 30
 
 
 def test_a_training_says_by_its_steps_how_long_it_still_takes() -> None:
     """After 30 s of loading, 10 steps a second."""
     clock = Clock()
-    progress = Progress([planned("train")], 1, {"train": 500.0}, new_bars(Console(quiet=True), clock))
+    bars = new_bars(Console(quiet=True), clock)
+    progress = Progress([planned("train")], bars)
     with progress.running("train"):
         for clock.now, step in ((30, 0), (31, 10), (34, 40)):
             progress.show_line("train", f"step {step}/100  loss 0.5")
-        assert progress.time_left()[0] == pytest.approx(6)
+        assert bars.tasks[1].time_remaining == pytest.approx(6)
         clock.now = 35
         progress.show_line("train", "step 1/50  loss 0.5")  # a second training
-        assert progress.time_left()[0] == 500 - 35
+        assert bars.tasks[1].time_remaining is None
 
 
-def test_stages_that_need_a_failed_one_are_not_waited_for() -> None:
-    progress = Progress(PLAN, 2, SECONDS)
-    progress.done(executed("data", 5))
+def test_stages_that_need_a_failed_one_are_counted() -> None:
+    bars = new_bars(Console(quiet=True))
+    progress = Progress(PLAN, bars)
     progress.failed("train@b-1", "a cause")
-    assert progress.time_left()[0] == 30  # a and c
+    assert bars.tasks[0].fields["line"].startswith("3 ")  # with time and table
 
 
 def test_each_quarter_of_a_training_is_worth_a_line() -> None:
-    progress = Progress([planned("train")], 1, {})
+    progress = Progress([planned("train")])
     with progress.running("train"):
         for _ in range(2):
             worth = [step for step in range(1, 41) if progress.show_line("train", f"step {step}/40  loss 1.0")]
@@ -111,7 +100,7 @@ def test_steps_are_read_from_lines(line: str, steps: tuple[int, int] | None) -> 
 
 def test_the_traceback_of_a_stage_that_failed_is_noted() -> None:
     notes: list[str] = []
-    progress = Progress([planned("a")], 1, {}, note=notes.append)
+    progress = Progress([planned("a")], note=notes.append)
     traceback = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'lost'"]
     with progress.running("a"):
         for line in ("begins", *traceback):
@@ -124,7 +113,7 @@ def test_the_traceback_of_a_stage_that_failed_is_noted() -> None:
 def test_the_display_fits_any_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=8, force_terminal=True)
     bars = new_bars(console)
-    progress = Progress(PLAN, 3, SECONDS, bars)
+    progress = Progress(PLAN, bars)
     with ExitStack() as stack:
         for number in range(3):
             name = f"finetune@a_recipe_with_a_long_name-{number}"

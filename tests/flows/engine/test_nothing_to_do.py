@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(name: str, cached: bool) -> Planned:
     outcome = Outcome(name, "Cached", 0.0, f"key of {name}") if cached else None
     writes = (str(Path("reports/comparison.txt").absolute()),) if name == "compare" else ()
-    return Planned(name, (), alone=False, reads=(), writes=writes, definition="d", twin=None, cached=outcome)
+    return Planned(name, (), alone=False, reads=(), writes=writes, definition="d", cached=outcome)
 
 
 def runs(root: Path) -> dict[str, Run]:

@@ -30,7 +30,7 @@ EVALUATION = "reports/evaluate/kfac-0.5.json"
 
 
 def planned(name: str, upstream: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Planned:
-    return Planned(name, upstream, alone=False, reads=(), writes=writes, definition="d", twin=None, cached=None)
+    return Planned(name, upstream, alone=False, reads=(), writes=writes, definition="d")
 
 
 def outcome(name: str, status: str = "Executed", key: str = "k", outs: tuple[str, ...] = ()) -> Outcome:

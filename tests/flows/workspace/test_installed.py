@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.workspace import init as new_workspace
 from flows.workspace import installation, worktrees
-from flows.workspace.init import Wishes
+from flows.workspace.init import InitOptions
 from tasks import resolve
 from tasks.config import yaml_edit
 from tasks.runtime import code_folders
@@ -33,7 +33,7 @@ from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, call
 from tests.workspace import REPOSITORY, bert, reviews, write_base
 
-NONE = Wishes(None, None, None, None, None, None)
+NONE = InitOptions(None, None, None, None, None, None)
 _SMALL: dict[str, Any] = {
     "threads": {"shared": 1, "candidate": 1},
     "data": {"sizes": {"validation": 8, "test": 12, "calibration": 16}},
@@ -191,7 +191,7 @@ def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None
 
 
 def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
-    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
     shop = own / "shop"
     call(shop, "git", "add", "-A")
     assert {"data/raw.dvc", "models/base.dvc"} <= set(call(shop, "git", "ls-files").split())
@@ -205,7 +205,7 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     new_workspace.init(Path("shop"), NONE)
     call(shop, "git", "add", "-A")
     yaml_edit.update({"seed": 7, "study": {"keeps": [0.4]}}, shop / "params.yaml")
-    reviews = Wishes(None, Path("reviews.csv"), "body", None, "stars", None)
+    reviews = InitOptions(None, Path("reviews.csv"), "body", None, "stars", None)
     new_workspace.init(shop, reviews, again=True)
     yaml_edit.update({"data": {"metric": "f1"}, "study": {"recipes": ["kfac"]}}, shop / "params.yaml")
     first = params(shop)
@@ -228,20 +228,20 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
 def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
     known = bert(id2label={0: "negative", 1: "positive"})
     known.save_pretrained("my-model")
-    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
     assert params(Path("shop"))["teacher"]["epochs"] == 0
     write_base(Path("bare"))
     new_workspace.init(Path("shop"), replace(NONE, base="bare"), again=True)
     assert params(Path("shop"))["teacher"]["epochs"] == params(REPOSITORY)["teacher"]["epochs"]
     yaml_edit.update({"teacher": {"epochs": 5}}, Path("shop/params.yaml"))
-    for wishes in (replace(NONE, text="body"), replace(NONE, base="my-model")):
-        new_workspace.init(Path("shop"), wishes, again=True)
+    for options in (replace(NONE, text="body"), replace(NONE, base="my-model")):
+        new_workspace.init(Path("shop"), options, again=True)
         assert params(Path("shop"))["teacher"]["epochs"] == 5  # the user's own
 
 
 def test_what_cannot_be_amended_is_left_as_it_was(own: Path) -> None:
     """Other rows under a name that is taken, say, which would be lost."""
-    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
     Path("other").mkdir()
     Path("other/reviews.csv").write_text("body,stars\nother,positive\n")
     Path("b.csv").write_text("body\nother\n")

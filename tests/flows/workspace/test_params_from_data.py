@@ -36,8 +36,8 @@ def table(name: str = "rows.csv", **columns: Any) -> str:
 
 
 def told(source: str, **given: Any) -> dict[str, Any]:
-    wishes = {"text": None, "text_pair": None, "label": None, "task": None} | given
-    return params_from_data.of_data(source, BASE, **wishes)[0]
+    options = {"text": None, "text_pair": None, "label": None, "task": None} | given
+    return params_from_data.of_data(source, BASE, **options)[0]
 
 
 @pytest.mark.parametrize(
