@@ -54,7 +54,7 @@ def test_a_mistake_of_the_parameters_names_the_stage(here: Path) -> None:
 
 def test_a_stage_refuses_code_that_its_parameters_were_not_resolved_for(here: Path) -> None:
     YAML().dump({**tiny_params(), "code": {"extract": "other"}}, here / "resolved.yaml")
-    assert exit_message("extract").startswith("extract: the code here ")
+    assert exit_message("extract").startswith("extract: the code has changed ")
 
 
 def take_all() -> None:
