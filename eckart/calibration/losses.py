@@ -217,9 +217,9 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
 
 
 def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the predictions of a head for spans, `(2 batch, tokens)`: logits of starts, then of ends.
+    """Return the logits of a question-answering head: first those of all starts, then those of all ends.
 
-    Padding gets the logit −10⁴.
+    The shape is `(2 × batch, tokens)`. Padding gets the logit −10⁴.
     """
     logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -386,7 +386,8 @@ class Pass:
     """The targets of one pass over the calibration data.
 
     Attributes:
-        then: the forwards may stop before this target; None: they must run to the end.
+        then: first target of the next pass; the forwards of this pass may stop before it. None if there is no next
+            pass, or if the forwards must run to the end.
     """
 
     targets: tuple[Target, ...]

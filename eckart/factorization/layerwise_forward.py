@@ -102,7 +102,7 @@ class LayerwiseForward:
         return collector.finish()
 
     def end(self) -> None:
-        """End all forwards at their current point, and restore the modules at which they would have paused."""
+        """Abandon all paused forwards where they are, and take back the changes to modules that made them pause."""
         for undo in self._undo.values():
             undo()
         for forward in (*self._forwards, *self._dense_forwards):

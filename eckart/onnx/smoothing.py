@@ -101,7 +101,10 @@ def _positive(maxima: Tensor) -> Tensor:
 
 
 def _activations(graph: ir.Graph) -> list[_Activation]:
-    """Return the activations that can be smoothed, in order of execution."""
+    """Return the activations whose scales can move into the weights on both sides of them, in order of execution.
+
+    All readers of such an activation are products with weights, and weights before it can absorb the inverse scales.
+    """
     activations = []
     for node in graph:
         for value in node.outputs:

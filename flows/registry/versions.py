@@ -111,7 +111,10 @@ def _place() -> str:
 
 
 def _absolute(address: str) -> str:
-    """Return the URL of an SQLite file with its absolute path, so that every spelling leads to the same lock."""
+    """Return the database's URL; that of an SQLite file gets an absolute path.
+
+    Locks are named after the URL, so all spellings of one file must give the same URL.
+    """
     kind, path = address[: len(_SQLITE)], address[len(_SQLITE) :]
     return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
 

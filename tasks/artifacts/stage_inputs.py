@@ -25,10 +25,10 @@ _VARIABLE = re.compile(r"\$\{([\w.]+)\}")  # a variable in dvc.yaml: a parameter
 
 
 class Inputs(BaseModel):
-    """Parameters of a stage: dotted path → value. The digest of the stage's code is at `code.STAGE`.
+    """The parameters that a stage reads, dotted path → value, and the digest of its code under `code.` and its name.
 
-    For `resolve`, the only entry is the digest of params.yaml. `*` stands for the name of the recipe, so that equal
-    recipes with different names have equal records.
+    In each path `*` stands for the recipe's name, so that recipes that differ only in their names have equal inputs.
+    The stage `resolve` reads params.yaml as a whole: its only entry is the digest of that file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

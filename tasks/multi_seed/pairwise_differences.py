@@ -19,9 +19,9 @@ _REFERENCES = {"dense model": DENSE, CONTROL_NAME: CONTROL}
 
 
 def mean_difference(seeds: Mapping[int, Results], model: ScoredModel, reference: ScoredModel) -> Interval:
-    """Return the interval of the difference in the test metric, model minus reference, averaged over the seeds.
+    """Return a confidence interval of the mean over seeds of the test metric's difference, model minus reference.
 
-    All seeds must have the same test examples.
+    Examples are resampled in pairs, so all seeds must have the same test examples.
     """
     model_mean, reference_mean = (
         np.mean([results.resampled[key] for results in seeds.values()], axis=0) for key in (model, reference)

@@ -22,7 +22,7 @@ CHOICE = Path("reports/choice.json")
 
 @dataclass(frozen=True)
 class Gate:
-    """A number of a candidate, such as its speed-up, and the limit of this number."""
+    """A condition for a promotion: a measured value of the candidate, such as its speed-up, and the value's limit."""
 
     name: str
     value: float
