@@ -6,7 +6,7 @@ further training as a candidate, so a comparison of the two shows the effect of 
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel, set_seed
+from transformers import set_seed
 
 from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
@@ -18,7 +18,7 @@ from tasks.models.model_io import CONTROL, TEACHER, load, save
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run
-from tasks.training.recovery import recover
+from tasks.training.recovery import load_teacher, recover
 
 
 def control() -> None:
@@ -32,18 +32,13 @@ def control() -> None:
     model, tokenizer = load(TEACHER, kind.auto)
     place(model)
 
-    def teacher() -> PreTrainedModel:
-        original, _ = load(TEACHER, kind.auto)
-        place(original)
-        return original
-
     problem = RecoveryProblem(
         model=model,
         targets=(),
         keep=1.0,
         seed=seed,
         objective=kind.objective(),
-        teacher=teacher,
+        teacher=lambda: load_teacher(kind.auto),
         source=lambda: load(TEACHER, kind.auto)[0],
     )
     with explained(), output(CONTROL) as folder:

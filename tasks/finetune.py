@@ -4,7 +4,7 @@ models/finetuned/RECIPE-KEEP and a training curve."""
 from __future__ import annotations
 
 from pydantic import BaseModel
-from transformers import PreTrainedModel, set_seed
+from transformers import set_seed
 
 from eckart.model.targets import Storage, Targets
 from eckart.recipe_parts import Source, train_together
@@ -16,11 +16,11 @@ from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, TARGETS, source
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Seed, Trainer, section
 from tasks.data.loading import encoded
-from tasks.models.model_io import DENSE, TEACHER, load, save
+from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate
-from tasks.training.recovery import recover
+from tasks.training.recovery import load_teacher, recover
 
 
 class RecoveryParts(BaseModel):
@@ -40,18 +40,13 @@ def finetune(recipe: str, keep: str) -> None:
     model, tokenizer = load(FACTORIZED / name, kind.auto)
     place(model)
 
-    def teacher() -> PreTrainedModel:
-        original, _ = load(TEACHER, kind.auto)
-        place(original)
-        return original
-
     problem = RecoveryProblem(
         model=model,
         targets=Targets.model_validate_json(TARGETS.read_text()).targets,
         keep=float(keep),
         seed=seed,
         objective=kind.objective(),
-        teacher=teacher,
+        teacher=lambda: load_teacher(kind.auto),
         source=lambda: load(source_model(name, DENSE[parts.source]), kind.auto)[0],
     )
     curve = CURVES / f"{name}.jsonl"

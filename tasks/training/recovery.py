@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.targets import Storage
@@ -12,8 +14,16 @@ from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
 from tasks.config.schema import Trainer
-from tasks.nlp_tasks._prediction import Collate
+from tasks.models.model_io import TEACHER, load
+from tasks.nlp_tasks._prediction import Collate, place
 from tasks.training.loop import train
+
+
+def load_teacher(auto: type[Any]) -> PreTrainedModel:
+    """Load the original model for distillation, onto the device on which the stage trains."""
+    model, _ = load(TEACHER, auto)
+    place(model)
+    return model
 
 
 def recover(

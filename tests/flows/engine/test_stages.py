@@ -95,7 +95,7 @@ def test_an_entry_is_written_in_the_bytes_of_dvc(workspace: Path) -> None:
     written = [after(params) for params in (PARAMS, AWKWARD, TWICE)]
     assert "&id001" in written[-1]
     edited = [f"# by hand\n{written[0]}", written[0].rstrip("\n"), f"{written[0]}datasets: []\n"]
-    for params in (AWKWARD, TWICE):
+    for params in (PARAMS, AWKWARD, TWICE):
         after(params)
         with locks.repository() as repo:
             for stage, before in itertools.product(repo.index.stages, ["", *written, *edited]):
@@ -423,13 +423,13 @@ def test_a_lock_file_may_be_cut_off_at_any_byte(workspace: Path) -> None:
     whole = file.read_bytes()
     kept = 0
     with locks.repository() as repo:
-        for size in range(0, len(whole), 7):
+        for size in range(len(whole)):
             file.write_bytes(whole[:size])
             lock_file.heal(repo)
             if file.exists():
                 kept += 1
                 engine.plan()
-    assert 1 < kept < len(whole) / 14
+    assert 10 < kept < len(whole) / 2
     assert "Executed" not in run_all(workspace).values()
 
 
@@ -574,7 +574,7 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     """Whatever write of DVC's is the first that fails, the next run has the results."""
     run_all(workspace)
     expected = entries(workspace)
-    for size in (0, 400):
+    for size in (0, 40, 400, 1200):
         call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")
         full = forked.start(flow, workspace, size)
         full.join(600)

@@ -514,7 +514,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return params
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=mutated())
 def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
     """Each with a path and what to write, whatever name or value it quotes."""
