@@ -16,13 +16,13 @@ run: $(READY)  ## run the study that params.yaml describes
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-bench: $(READY)  ## measure the study of this folder and write docs/benchmarks.md: some minutes, alone on the machine
+bench: $(READY)  ## measure the study of this folder and write docs/results/benchmarks.md: some minutes, alone on the machine
 	$(BIN)/python -m flows run
-	$(BIN)/python -m benchmarks > docs/benchmarks.md.new
-	mv docs/benchmarks.md.new docs/benchmarks.md
+	$(BIN)/python -m benchmarks > docs/results/benchmarks.md.new
+	mv docs/results/benchmarks.md.new docs/results/benchmarks.md
 
 docs: $(READY)  ## build the pages and the API reference into site/; a broken link is an error
-	$(BIN)/python -m tasks.config.reference > docs/params.md
+	$(BIN)/python -m tasks.config.reference > docs/reference/params.md
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 

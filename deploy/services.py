@@ -2,7 +2,7 @@
 
     python -m deploy.services    # start them, print the environment for clients, stop them on Ctrl-C
 
-The services keep their files in a folder that is removed at the end. For real machines see docs/team.md.
+The services keep their files in a folder that is removed at the end. For real machines see docs/how-to/cluster.md.
 """
 
 from __future__ import annotations

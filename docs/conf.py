@@ -3,8 +3,6 @@
 Sphinx is called with `--fail-on-warning`, and is nitpicky: a link, an anchor or a name that leads nowhere ends it.
 """
 
-from shutil import copy
-
 import eckart
 
 project = "Eckart"
@@ -12,7 +10,7 @@ version = release = eckart.__version__
 copyright = "the maintainers of Eckart; Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
-root_doc = "README"
+root_doc = "docs/index"
 include_patterns = ["*.md", "*/README.md", "docs/**"]
 exclude_patterns = [".*", "data/*/", "models/*/", "reports", "workspaces", "site", "build", "mlruns", "mlartifacts"]
 
@@ -41,34 +39,15 @@ html_title = "Eckart"
 html_copy_source = False
 
 _BELOW = {
-    "README": {
-        "Use": [
-            "docs/tour",
-            "docs/tasks",
-            "docs/models",
-            "docs/big-models",
-            "docs/files-to-ship",
-            "docs/serving",
-            "docs/safety",
-            "examples/README",
-        ],
-        "Methods and results": ["docs/methods", "docs/results/README", "docs/papers", "docs/benchmarks"],
-        "The pipeline": [
-            "docs/params",
-            "studies/README",
-            "docs/versions",
-            "docs/promotion",
-            "docs/operations",
-            "docs/reliability",
-            "docs/scaling",
-            "docs/team",
-            "data/README",
-            "models/README",
-        ],
-        "Python": ["docs/api", "docs/extending", "docs/parts", "docs/foundations"],
-        "The project": ["CONTRIBUTING", "CHANGELOG"],
+    "docs/index": {
+        "Tutorials": ["docs/tutorials/*"],
+        "How to": ["docs/how-to/*", "examples/README", "studies/README"],
+        "Reference": ["docs/reference/*", "docs/reference/api/index", "data/README", "models/README"],
+        "Explanation": ["docs/explanation/**"],
+        "Results": ["docs/results/index", "docs/results/shipping", "docs/results/papers", "docs/results/benchmarks"],
+        "The project": ["README", "CONTRIBUTING", "CHANGELOG", "docs/notes/*"],
     },
-    "docs/results/README": {"Pages": ["docs/results/*"]},
+    "docs/results/index": {"Pages": ["docs/results/*"]},
 }
 """The navigation: page → captions → the pages below it. A page that is not listed here ends the build, too."""
 
@@ -87,9 +66,9 @@ def _without_type(_app, what, _name, _object, _options, lines):
 
 
 def _start(app, error):
-    """Copy the first page to index.html, with which browsers and servers begin."""
+    """Write index.html, with which browsers and servers begin. It leads to the first page, whose links are relative."""
     if not error:
-        copy(app.outdir / "README.html", app.outdir / "index.html")
+        (app.outdir / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">\n')
 
 
 def setup(app):

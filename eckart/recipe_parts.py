@@ -3,7 +3,7 @@
 A method is a frozen class in a file of its own, with its settings from params.yaml as fields. It also has a line in the
 registry of its family: the `__init__.py` of ranks/, recovery/, shaping/ or residual/, or factorization/weightings.py.
 Its other attributes tell the pipeline what the method needs and can do, so other code contains no list of methods.
-docs/extending.md shows how to add a method.
+docs/how-to/extend.md shows how to add a method.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_every_page_is_there_with_all_that_it_leads_to_and_reads_from_disk(tmp_p
     texts = subprocess.run(["git", "ls-files", "*.md"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     pages = [site / Path(name).with_suffix(".html") for name in texts.stdout.split()]
     assert [page for page in [site / "index.html", *pages] if not page.is_file()] == []
-    reference = (site / "docs/api.html").read_text()
+    reference = (site / "docs/reference/api/index.html").read_text()
     assert [name for name in eckart.__all__ if f'id="eckart.{name}"' not in reference] == []
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=\"(?:https?:)?//")
     assert [page for page in site.rglob("*.html") if fetched.search(page.read_text())] == []
@@ -48,7 +48,7 @@ def documents() -> dict[str, str]:
 def test_paths_that_documents_name_exist() -> None:
     missing = []
     for name, text in documents().items():
-        written_there = re.findall(r"`([\w/]+\.py)`:\n", text)  # files that docs/extending.md adds
+        written_there = re.findall(r"`([\w/]+\.py)`:\n", text)  # files that docs/how-to/extend.md adds
         for code in re.findall(r"`([^`\n]+)`", text):
             paths = set(CODE_PATH.findall(code)) - {*written_there}
             missing += [f"{name}: {path}" for path in paths if not (REPOSITORY / path).exists()]

@@ -1,4 +1,4 @@
-"""docs/extending.md as it stands: its methods and its task go through the stages of a copy of the repository."""
+"""docs/how-to/extend.md as it stands: its methods and its task go through the stages of a copy of the repository."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Path("answer.json").write_text(answers.to_json(orient="records"))
 
 def block(language: str, after: str) -> str:
     """The first fenced block of `language` behind `after` in the document."""
-    document = (REPOSITORY / "docs/extending.md").read_text()
+    document = (REPOSITORY / "docs/how-to/extend.md").read_text()
     found = re.search(rf"{re.escape(after)}.*?^```{language}\n(.*?)^```", document, re.S | re.M)
     assert found
     return found[1]

@@ -1,4 +1,4 @@
-"""The promises of docs/safety.md: no pickle, no code from models or data, no secret in anything written."""
+"""The promises of docs/reference/safety.md: no pickle, no code from models or data, no secret in anything written."""
 
 from __future__ import annotations
 

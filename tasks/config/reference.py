@@ -1,4 +1,4 @@
-"""Write the output of `eckart params` and the page docs/params.md from the descriptions in the types of params.yaml.
+"""Write the output of `eckart params` and the page docs/reference/params.md from the descriptions in the types of params.yaml.
 
 `python -m tasks.config.reference` prints the page.
 """
@@ -117,7 +117,7 @@ def _flow(value: Any) -> str:
 
 
 def page() -> str:
-    """Return the text of docs/params.md."""
+    """Return the text of docs/reference/params.md."""
     lines = [
         "# Parameters",
         "",

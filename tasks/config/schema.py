@@ -1,6 +1,6 @@
 """Types of the sections of params.yaml. Each field has its default and its description, with the unit.
 
-`eckart params` and the page docs/params.md print these descriptions. The types of `recipes` are in eckart/recipe.py, so
+`eckart params` and the page docs/reference/params.md print these descriptions. The types of `recipes` are in eckart/recipe.py, so
 that stages that read no recipe do not depend on them.
 """
 
@@ -177,9 +177,9 @@ class Data(Section):
     splits: Splits = Field(Splits(), description="names of the splits in the source")
     shares: Shares = Field(Shares(), description="shares of train that become the splits that the source lacks")
     columns: Columns = Field(Columns(), description="columns to read")
-    task: TaskName = Field("classification", description="NLP task; docs/tasks.md lists all")
+    task: TaskName = Field("classification", description="NLP task; docs/reference/tasks.md lists all")
     metric: MetricName = Field(
-        "accuracy", description="metric of the comparison; docs/tasks.md lists those of each task"
+        "accuracy", description="metric of the comparison; docs/reference/tasks.md lists those of each task"
     )
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")

@@ -43,7 +43,7 @@ def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
 
 
 def test_every_command_beside_a_papers_table_has_its_tasks() -> None:
-    text = (REPOSITORY / "docs/papers.md").read_text()
+    text = (REPOSITORY / "docs/results/papers.md").read_text()
     commands = re.findall(r"`([\w-]+)((?: --task [\w-]+)+)`", text)
     assert len(commands) > 20
     for file in {file for file, _ in commands}:

@@ -60,8 +60,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tour() -> list[str]:
-    """The commands of docs/tour.md."""
-    return re.findall(r"^\$ (.+)$", (REPOSITORY / "docs/tour.md").read_text(), re.MULTILINE)
+    """The commands of docs/tutorials/your-model.md."""
+    return re.findall(r"^\$ (.+)$", (REPOSITORY / "docs/tutorials/your-model.md").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -156,4 +156,4 @@ def test_the_parameters_are_printed_as_yaml_that_says_the_same() -> None:
 
 
 def test_the_reference_page_is_that_of_the_types() -> None:
-    assert (REPOSITORY / "docs/params.md").read_text() == reference.page(), "run `make docs`"
+    assert (REPOSITORY / "docs/reference/params.md").read_text() == reference.page(), "run `make docs`"
