@@ -121,6 +121,10 @@ class Kfac(_Weighting):
     """Weighting: minimize the second-order increase of the loss, estimated with the Kronecker factors C_in and C_out.
 
     These are the factors of the empirical Fisher (K-FAC). The squared norm is twice the increase.
+
+    This weighting is published. KFAC-SVD (LEMS, ICML 2026) is the same two-sided whitening by Kronecker factors, token
+    by token. IO-SVD (arXiv 2605.15626) whitens both sides from the second order of the KL divergence. GFWSVD was before
+    both.
     """
 
     kind: Literal["kfac"] = Field(
