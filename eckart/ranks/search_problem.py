@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -61,7 +61,7 @@ class SearchProblem(Problem):
     statistics: Statistics
     train: Train
     calibration: Callable[[int], Sequence[Batch]]
-    progress: Progress = silent
+    progress: Progress = field(default_factory=lambda: silent)  # not the function itself, which would be a method
 
     def spectra(self) -> Spectra:
         """Return the weighted singular values of every target's current weight.
