@@ -43,7 +43,7 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
 
 class _Weighting(Method):
     loss_unit: ClassVar[str] = "half the weighted squared error"
-    """What the predicted loss of a target measures, half the squared norm of its error."""
+    """Name of what a predicted loss measures: half the squared norm of a target's error."""
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
