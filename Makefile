@@ -47,6 +47,8 @@ $(READY): requirements.lock pyproject.toml
 	@# Four at a time, 24 packages each: a single pip takes seven times as long.
 	xargs -P 4 -n 24 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile < requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@# The lock names what torch's build for CPUs needs. The one for GPUs needs CUDA packages as well.
+	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	touch $@
 
 lock:  ## resolve the version ranges of pyproject.toml into requirements.lock

@@ -1,4 +1,4 @@
-"""Write the output of `eckart params` and the page docs/reference/params.md from the descriptions in the types of params.yaml.
+"""Write the output of `eckart params`, and docs/reference/params.md, from the descriptions in the types of params.yaml.
 
 `python -m tasks.config.reference` prints the page.
 """

@@ -1,7 +1,7 @@
 """Types of the sections of params.yaml. Each field has its default and its description, with the unit.
 
-`eckart params` and the page docs/reference/params.md print these descriptions. The types of `recipes` are in eckart/recipe.py, so
-that stages that read no recipe do not depend on them.
+`eckart params` and the page docs/reference/params.md print these descriptions. The types of `recipes` are in
+eckart/recipe.py, so that stages that read no recipe do not depend on them.
 """
 
 from __future__ import annotations
