@@ -21,6 +21,7 @@ exclude_patterns = [".*", "data/*/", "models/*/", "reports", "workspaces", "site
 
 # Headings have the same anchors as on GitHub. A link to a file that is not a page copies the file into the site.
 myst_heading_anchors = 4
+smartquotes = False  # which would make one dash of two, in --option
 suppress_warnings = ["misc.highlighting_failure"]  # code with … for what is there already
 
 # A name in single backticks in a docstring is a link if the reference has that name. Types of Eckart must lead

@@ -1,4 +1,4 @@
-"""`make docs` builds all pages. Their links and names lead somewhere, and their prose keeps the rules of docs/prose.py."""
+"""`make docs` builds all pages. Links and names in them lead somewhere; the prose keeps the rules of docs/prose.py."""
 
 from __future__ import annotations
 

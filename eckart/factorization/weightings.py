@@ -54,7 +54,9 @@ class _Weighting(Method):
 class Plain(_Weighting):
     """No weighting: all entries of W weigh the same, so the decomposition is a plain SVD."""
 
-    kind: Literal["none"] = Field("none", description="error of the weights, every entry of W alike (plain SVD)")
+    kind: Literal["none"] = Field(
+        "none", description="error of the weights; every entry of W counts the same (plain SVD)"
+    )
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
@@ -130,7 +132,7 @@ class Kfac(_Weighting):
         0.0,
         ge=0,
         lt=1,
-        description="share of the gradients' second moment that is spread evenly over the outputs; 0.1 suits few "
+        description="share of the gradients' second moment that is spread evenly over the outputs; try 0.1 with few "
         "calibration examples",
     )
 
