@@ -307,7 +307,7 @@ class Importance(Section):
 class Evaluate(Section):
     batch_size: Count = Field(64, description="examples in each forward pass")
     zero_shot: tuple[str, ...] = Field(
-        (), description="zero-shot tasks for a language model, such as [piqa, arc_easy]; needs eckart[lm-eval]"
+        (), description="zero-shot tasks for a language model, such as [arc_easy, arc_challenge]; needs eckart[lm-eval]"
     )
     probes: NonNegativeInt = Field(
         16, description="validation examples on which each target is factorized alone, to measure its loss; 0: none"
@@ -363,7 +363,7 @@ class Promotion(Limits):
     model: Name = Field("", description="name of the registered model in MLflow; empty: study.name")
     least_gain: float = Field(
         0.0,
-        description="minimum gain in data.metric over the champion, on the same test examples; below 0: a loss is allowed",
+        description="minimum gain in data.metric over the champion, on the same test examples; below 0 allows a loss",
     )
     continuation: Count = Field(32, description="tokens that a served language model writes after a text")
 
