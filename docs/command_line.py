@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.cli import get_docs_for_click
 
 from flows.cli import app
 
-_HELP = "* `--help`:"  # an option of each command
+_HELP = "* `--help`: Show this message and exit.\n"  # an option of each command
 
 
 def page() -> str:
@@ -52,10 +53,21 @@ def _first(text: str | None) -> str:
 
 
 def _command(command: Any, context: typer.Context) -> Iterator[str]:
+    """Yield the lines of a command's section: what `typer utils docs` writes, and its examples as code."""
+    examples, command.epilog = command.epilog, None
     text = get_docs_for_click(obj=command, ctx=context, indent=2, call_prefix="eckart")
-    for line in text.replace("\b\n", "").strip().splitlines():  # \b: a paragraph that is not to be wrapped
-        if not line.startswith(_HELP):
-            yield line
+    text = text.replace("\b\n", "").replace(_HELP, "").replace("**Options**:\n\n\n", "")
+    yield from text.strip().splitlines()
+    if examples:
+        title, *lines = examples.replace("\b\n", "").strip().splitlines()
+        yield from [
+            "",
+            f"**{title.strip(' :')}**:",
+            "",
+            "```bash",
+            *textwrap.dedent("\n".join(lines)).splitlines(),
+            "```",
+        ]
 
 
 if __name__ == "__main__":
