@@ -59,6 +59,7 @@ _BELOW = {
                 f"docs/how-to/{name}"
                 for name in ("your-data", "choose-a-size", "export", "serve", "nightly", "promote")
             ),
+            *(f"docs/how-to/{name}" for name in ("share-and-reproduce", "cluster", "big-models", "extend")),
             "docs/how-to/*",
             "studies/README",
         ],
@@ -67,7 +68,12 @@ _BELOW = {
             "docs/reference/*",
             "docs/reference/api/index",
         ],
-        "Explanation": ["docs/explanation/how-it-works", "docs/explanation/*", "docs/explanation/methods/index"],
+        "Explanation": [
+            "docs/explanation/how-it-works",
+            "docs/explanation/methods/index",
+            "docs/explanation/statistics",
+            "docs/explanation/*",
+        ],
         "Results": ["docs/results/index", "docs/results/shipping", "docs/results/papers", "docs/results/benchmarks"],
         "Development": ["CONTRIBUTING", "CHANGELOG", "docs/notes/*", "*", "*/README"],
     },
