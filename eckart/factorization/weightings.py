@@ -54,9 +54,7 @@ class _Weighting(Method):
 class Plain(_Weighting):
     """No weighting: all entries of W weigh the same, so the decomposition is a plain SVD."""
 
-    kind: Literal["none"] = Field(
-        "none", description="error of the weights; every entry of W counts the same (plain SVD)"
-    )
+    kind: Literal["none"] = Field("none", description="error of the weights, every entry of W alike (plain SVD)")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
