@@ -50,7 +50,7 @@ class InOrder(BaseModel):
         0.5, ge=0, le=1, description="share of the earlier layers' error that each target corrects; 0: none"
     )
     ridge: float = Field(
-        0.1, gt=0, description="weight λ that holds a target to its weights, in units of its inputs' mean square"
+        0.1, gt=0, description="weight λ of the pull to the original weights, in units of the inputs' mean square"
     )
 
 

@@ -147,7 +147,7 @@ class Kfac(_Weighting):
         0.0,
         ge=0,
         lt=1,
-        description="share of the gradients' second moment that is spread evenly over the outputs; 0.1 suits few "
+        description="share of the gradients' second moment that is spread evenly over the outputs; try 0.1 with few "
         "calibration examples",
     )
 

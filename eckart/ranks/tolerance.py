@@ -68,13 +68,13 @@ class Tolerance(Method):
     increase: float | None = Field(
         None,
         gt=0,
-        description="allowed relative increase r of the loss (0.1: 10 %); null: the least with which keep is met",
+        description="allowed relative increase r of the loss (0.1: 10 %); null: the smallest that meets keep",
     )
-    grid: int = Field(4, ge=1, description="ranks that are tried for each target")
+    grid: int = Field(4, ge=1, description="number of ranks to try for each target")
     examples: int = Field(64, ge=1, description="maximum number of calibration examples on which the loss is measured")
     times: Literal["macs", "measured"] = Field(
         "macs",
-        description="how r is divided among targets: macs, by multiply-accumulates; measured, by seconds, so "
+        description="how r is divided among targets. macs: by multiply-accumulates; measured: by seconds, so "
         "that results differ from run to run",
     )
 

@@ -49,7 +49,7 @@ class Waterfill(ByFormula):
         "waterfill", description="spends the budget where a parameter saves the most predicted loss"
     )
     multiple: PositiveInt = Field(
-        8, description="ranks are multiples of this number, or 1; many processors are slower with other sizes"
+        8, description="ranks are multiples of this number, or 1; 8 is faster on many processors"
     )
     embedding_price: PositiveFloat = Field(
         1.0,

@@ -42,8 +42,8 @@ class Pruning(Optimization, Method):
     steps: int = Field(60, ge=1, description="optimizer steps")
     score: Literal["first_order", "sensitivity", "zero_order"] = Field(
         "sensitivity",
-        description="score of a weight w with gradient g: first_order, Σ −g w over the steps, as in the paper; "
-        "sensitivity, Σ |g w| over the steps; zero_order, |w|",
+        description="score of a weight w with gradient g. first_order: Σ −g w over the steps, as in the paper; "
+        "sensitivity: Σ |g w| over the steps; zero_order: |w|",
     )
     remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
         (0.5, 0.25, 0.1),
