@@ -33,7 +33,7 @@ from benchmarks.result_files import (
 from tasks.report.rounding import rounded
 
 PAGES = ("README.md", *(f"docs/results/{name}.md" for name in ("index", "shipping", "claims")))
-_MARKED = re.compile(r"<!-- results: ([\w. -]+?) -->(.*?)<!-- end of results -->", re.DOTALL)
+_MARKED = re.compile(r"<!-- results: ([\w. -]+?) -->.*?<!-- end of results -->", re.DOTALL)
 
 FAIR = ("fair-reviews", "fair-sts-b")
 ANCHORED = {"anchored-reviews": "movie reviews", "anchored-products": "product reviews"}
@@ -270,7 +270,9 @@ def shipped() -> Iterator[Model]:
     yield TASKS[0], "dense"
     for task in TASKS:
         names = dict.fromkeys(read(f"ship-{task}.runtimes").model)
-        yield from ((task, name) for name in names if name != "dense" and (name != "control" or task == TASKS[0]))
+        if task == TASKS[0] and "control" in names:
+            yield task, "control"
+        yield from ((task, name) for name in names if name not in ("dense", "control"))
 
 
 def title(task: str, model: str) -> str:
@@ -303,7 +305,7 @@ def speed(task: str, model: str, machine: str, shape: str = "8x64", reference: s
     """Return a file's speed ÷ the original's in the same runtime (or in torch), int8; None if it was not measured."""
     if machine == "A":
         found = exported(task, model)[f"{shape}.{reference}"]
-        return Speed((found.median(), found.min(), found.max())) if len(found) else None
+        return None if found.isna().all() else Speed((found.median(), found.min(), found.max()))
     table = read("processors")
     name = {"of_same": "same runtime", "of_torch": "torch"}[reference]
     where = (table.machine == machine) & (table.study == f"ship, {task}") & (table.model == model)
@@ -319,6 +321,8 @@ def across(task: str, model: str) -> str:
     if model == "dense":
         return ratio(1)
     medians = [found[0] for machine in MACHINES if (found := speed(task, model, machine)) is not None]
+    if not medians:
+        return "–"
     ends = dict.fromkeys(rounded(end, 2) for end in (min(medians), max(medians)))
     return f"{' to '.join(ends)} ×"
 
@@ -521,7 +525,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def _table(name: str) -> str:
-    return f"{TABLES[name]()}\n\n<sub>`python -m benchmarks.results {name}`</sub>"
+    rows_of = "Rows of [files to ship](docs/results/shipping.md#size-accuracy-speed): " if name == "readme" else ""
+    return f"{TABLES[name]()}\n\n<sub>{rows_of}`python -m benchmarks.results {name}`</sub>"
 
 
 TEXTS: Mapping[str, Callable[[], str]] = {"as-good": as_good} | {name: partial(_table, name) for name in TABLES}
@@ -540,14 +545,16 @@ def _wrapped(*paragraphs: str) -> str:
 def filled(page: str) -> str:
     """Return the text of a page with all its generated parts made anew."""
 
+    said: dict[str, str] = {}
+
     def part(found: re.Match[str]) -> str:
-        name, old = found[1], found[2]
+        name = found[1]
         if name in TEXTS:
             return f"<!-- results: {name} -->\n{TEXTS[name]()}\n<!-- end of results -->"
-        said = claims()
+        if not said:
+            said.update(claims())
         if name not in said:
             raise KeyError(f"no text or number has the name {name}; there are {', '.join([*TEXTS, *said])}")
-        del old
         return f"<!-- results: {name} -->{said[name]}<!-- end of results -->"
 
     return _MARKED.sub(part, page)

@@ -99,6 +99,7 @@ def test_a_control_that_was_exported_has_a_row_and_a_mark() -> None:
     for table in (results.ship(), results.readme()):
         (line,) = [line for line in table.splitlines() if "original, same fine-tuning" in line]
         assert "1.00 ×" in line
+        assert table.index("Eckart's int8") < table.index("same fine-tuning") < table.index("keep 0.33")
     assert "control.accuracy" in results.claims()
     assert charts.digest(charts.ship_numbers()) != charts._shown("ship-light.svg")
     assert "same fine-tuning" in charts.svg("ship", "dark")
