@@ -54,8 +54,8 @@ def _best_first(study: str) -> list[str]:
 
 def methods() -> str:
     """Return the table of all methods, each at its best, at keep 0.33."""
-    heads = ["method", "before, %", "after, %", "after − control, points", "minutes"]
-    heads += ["STS-B: before", "after", "after − control, points"]
+    heads = ["method", "before, %", "after, %", "after vs. control, points", "minutes"]
+    heads += ["STS-B: before", "after", "after vs. control, points"]
     reviews, pairs = (rows(study, ORIGINAL) for study in FAIR)
     lines = [["original", mean_and_spread(reviews.dense), "", "", "", mean_and_spread(pairs.dense), "", ""]]
     for recipe in (CONTROL, *_best_first(FAIR[0])):
@@ -117,7 +117,7 @@ def equal_cost() -> str:
         line = [NAMES[recipe], before, mean_and_spread(own.recovered)]
         line += [pair(study, recipe, CONTROL).points if recipe != CONTROL else ""]
         lines.append([*line, " to ".join(dict.fromkeys((f"{steps.min():.0f}", f"{steps.max():.0f}")))])
-    return markdown(["method", "before, %", "after, %", "after − control, points", "steps of search"], lines)
+    return markdown(["method", "before, %", "after, %", "after vs. control, points", "steps of search"], lines)
 
 
 _COMPARED = (
@@ -221,7 +221,9 @@ def small() -> str:
         )
         line = [f"{keep:g}", mean_and_spread(own.factorized), before.points]
         lines.append([*line, mean_and_spread(own.recovered), after.points])
-    return markdown(["keep", "before, %", "before − original, points", "after, %", "after − control, points"], lines)
+    return markdown(
+        ["keep", "before, %", "before vs. original, points", "after, %", "after vs. control, points"], lines
+    )
 
 
 LANGUAGE = (
@@ -246,7 +248,7 @@ def language() -> str:
                     before = f"{rounded(own.factorized)}, {ratio(own.factorized / own.dense)}"
                     after = f"{rounded(own.recovered)}, {ratio(own.recovered / own.control)}"
                     lines.append([corpus, NAMES[recipe], f"{keep:g}", before, after, rounded(own.seconds / 60)])
-    heads = ["text", "model", "keep", "before, ÷ original", "after, ÷ control", "minutes"]
+    heads = ["text", "model", "keep", "before, vs. original", "after, vs. control", "minutes"]
     return markdown(heads, lines, left=2)
 
 
@@ -361,8 +363,8 @@ def ship() -> str:
         line = [name, megabytes(task, model), accuracy(task, model)]
         line += [mean_and_spread(metric - reference(task), sign=True) for reference in (original_of, control_of)]
         lines.append([*line, across(task, model), of_default(task, model)])
-    heads = ["int8 file", "MB", "accuracy, %", "− original, points", "− control, points"]
-    return markdown([*heads, "speed ÷ original's int8", "÷ default `quantize_dynamic`"], lines)
+    heads = ["int8 file", "MB", "accuracy, %", "vs. original, points", "vs. control, points"]
+    return markdown([*heads, "speed vs. original's int8", "vs. default `quantize_dynamic`"], lines)
 
 
 def processors() -> str:
@@ -401,7 +403,7 @@ def price() -> str:
         for line in read("embedding-price").itertuples()
     ]
     heads = ["`embedding_price`", "keep", "rank of the word embedding", "MB", "torch, %", "int8, %"]
-    return markdown([*heads, "speed ÷ original's int8"], lines, left=0)
+    return markdown([*heads, "speed vs. original's int8"], lines, left=0)
 
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
@@ -421,7 +423,7 @@ def generation() -> str:
         times = [f"{rounded(value, 0)} → {rounded(new, 0)}" for value, new in ((line.first_dense_ms, line.first_ms),)]
         tokens = f"{rounded(line.dense_tokens_per_second, 0)} → {rounded(line.tokens_per_second, 0)}"
         lines.append([RUNTIMES[line.runtime], str(line.examples), first, *times, token, tokens])
-    heads = ["runtime", "texts", "first token: speed ÷ original's", "ms", "later tokens: speed ÷ original's"]
+    heads = ["runtime", "texts", "first token: speed vs. original", "ms", "later tokens: speed vs. original"]
     return markdown([*heads, "tokens per second"], lines)
 
 
@@ -458,8 +460,8 @@ def readme() -> str:
             name = f"**Eckart, {name}**" if ours else name
             size = f"{megabytes(task, model)} MB"
             lines.append([name, size, accuracy(task, model), across(task, model), of_default(task, model)])
-    heads = ["MiniLM-L6, movie reviews, int8", "size", "accuracy, %", "speed ÷ original's int8"]
-    return markdown([*heads, "÷ default `quantize_dynamic`"], lines)
+    heads = ["MiniLM-L6, movie reviews, int8", "size", "accuracy, %", "speed vs. original's int8"]
+    return markdown([*heads, "vs. default `quantize_dynamic`"], lines)
 
 
 def claims() -> dict[str, str]:

@@ -114,7 +114,10 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     lines = [
         {f"{title}{unit}": _scores(group[name], metric) for name, title in titles.items()}
         | {f"of {_TITLES[name]}, %": _spread(100 * group[f"of_{name}"]) for name in REFERENCES}
-        | {f"− {_TITLES[name]}{points} ({100 * LEVEL:.0f} %)": _difference(group, name, metric) for name in REFERENCES}
+        | {
+            f"vs. {_TITLES[name]}{points} ({100 * LEVEL:.0f} %)": _difference(group, name, metric)
+            for name in REFERENCES
+        }
         | {
             "targets": percent(group.target_share.mean()),
             "model parameters": f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
@@ -186,8 +189,9 @@ def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
         return f"{_spread(difference, score)} ({between(low, high, group.recovered.mean())})"
     if difference.isna().any():
         return "–"
+    mean, *others = (rounded(100 * value, sign=True) for value in (difference.mean(), low, high))
     spread = f" ± {rounded(100 * difference.std())}" if len(difference) > 1 else ""
-    return f"{rounded(100 * difference.mean(), sign=True)}{spread} ({rounded(100 * low, sign=True)} to {rounded(100 * high, sign=True)})"
+    return f"{mean}{spread} ({' to '.join(others)})"
 
 
 def _unit(metric: Metric) -> str:

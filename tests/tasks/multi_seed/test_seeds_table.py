@@ -106,7 +106,7 @@ class TestSummary:
         assert row["recovered, %"] == "85.0 ± 1.4"
         assert row["of original, %"] == "100.3 ± 6.7"  # of 105 and 95.6
         assert row["of control, %"] == "94.4 ± 1.6"  # of 93.3 and 95.6
-        assert row["− original, points (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
+        assert row["vs. original, points (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
         assert row["factorized, %"] == "50.0 ± 0.0"
         plain = row.str.replace("\N{NO-BREAK SPACE}", " ")
         assert plain["targets"] == "50.0 %"
