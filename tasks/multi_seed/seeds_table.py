@@ -47,7 +47,7 @@ SHOWN = (
     "Metrics after recovery fine-tuning, × 100 except perplexities. `dense` is the original model, "
     f"`{CONTROL_NAME}` the control."
 )
-"""What stands above the table of all tasks."""
+"""The line above the table of all tasks."""
 
 _STAGES = ("search", "factorize", "finetune")
 
