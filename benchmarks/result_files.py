@@ -100,6 +100,10 @@ def ratio(value: float) -> str:
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table whose first `left` columns are aligned to the left, and all others to the right."""
+    """Return a Markdown table whose first `left` columns are aligned to the left, and all others to the right.
+
+    A mean and its spread stay on one line.
+    """
     rule = ["---" if place < left else "--:" for place in range(len(heads))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *lines))
+    text = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *lines))
+    return text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")

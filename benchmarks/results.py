@@ -55,7 +55,7 @@ def _best_first(study: str) -> list[str]:
 def methods() -> str:
     """Return the table of all methods, each at its best, at keep 0.33."""
     heads = ["method", "before, %", "after, %", "after vs. control, points", "minutes"]
-    heads += ["STS-B: before", "after", "after vs. control, points"]
+    heads += ["STS-B: before", "STS-B: after", "STS-B: after vs. control"]
     reviews, pairs = (rows(study, ORIGINAL) for study in FAIR)
     lines = [["original", mean_and_spread(reviews.dense), "", "", "", mean_and_spread(pairs.dense), "", ""]]
     for recipe in (CONTROL, *_best_first(FAIR[0])):
