@@ -1,4 +1,4 @@
-"""Print all benchmarks of the study in this folder as Markdown. `make bench` writes docs/results/benchmarks.md."""
+"""Print all benchmarks of the study in this folder as Markdown, for docs/results/benchmarks.md (`make bench`)."""
 
 from __future__ import annotations
 
