@@ -17,6 +17,7 @@ from eckart.model.targets import Target, Targets
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import (
+    CONTROL_EXPORT,
     CURVES,
     EVALUATIONS,
     EXPORTS,
@@ -310,7 +311,7 @@ def load_results() -> Results:
         candidates=tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps),
         exports={
             name: _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
-            for name in (["dense", *exported] if exported else [])
+            for name in (["dense", CONTROL_EXPORT, *exported] if exported else [])
         },
         limits=schema.section("promotion", Promotion),
         resampled={},
@@ -356,7 +357,8 @@ def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark])
 
 
 def _export_command(name: str) -> str:
-    return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
+    original = name in ("dense", CONTROL_EXPORT)
+    return "export_dense" if original else f"export {_options(*recipe_and_keep(name))}"
 
 
 def _read_predictions(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:

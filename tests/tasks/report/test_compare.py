@@ -781,6 +781,8 @@ def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) ->
         {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
     )
     write_predictions(f"{name}.onnx", onnx=onnx, int8=int8)
+    if name == "dense":  # the same stage exports the control
+        make_exports("control", onnx + 0.1, int8 + 0.1)
 
 
 def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
@@ -800,12 +802,16 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
         ("dense", "torch", "0.8", "4000"),
         ("dense", "onnx", "0.8", "4000"),
         ("dense", "int8", "0.75", "1000"),
+        ("control", "torch", "0.8", "4000"),
+        ("control", "onnx", "0.9", "4000"),
+        ("control", "int8", "0.85", "1000"),
         ("kfac-0.5", "torch", "0.66", "2800"),
         ("kfac-0.5", "onnx", "0.7", "4000"),
         ("kfac-0.5", "int8", "0.65", "1000"),
     ]
-    assert [float(line["8x16.of_torch"]) for line in lines] == [1, 2, 4, 8, 16, 32]
-    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in range(6)]
+    # The control has the original model's shapes, and its times.
+    assert [float(line["8x16.of_torch"]) for line in lines] == [1, 2, 4, 1, 2, 4, 8, 16, 32]
+    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in (0, 1, 2, 0, 1, 2, 3, 4, 5)]
     assert float(lines[0]["from_dense_low"]) == float(lines[0]["from_dense_high"]) == 0
     assert float(lines[2]["from_dense_low"]) < -0.05 < float(lines[2]["from_dense_high"])
     text = plain(Path("reports/comparison.txt").read_text())
