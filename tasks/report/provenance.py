@@ -1,4 +1,4 @@
-"""Describe a study's settings. No date or machine is named, so equal studies have equal pages."""
+"""Describe a study's settings. No date is named, so equal studies have equal pages."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def provenance(results: Results) -> dict[str, str]:
         if results.control_curve
         else f"The original model itself, because the recovery of {results.control} takes no step.",
         "Speed": f"Median over {timing.repetitions} rounds of forwards of {rows} examples × {tokens} tokens, in which "
-        "the original model and the candidate alternate in one process, and its 95 % interval; candidates of the same "
-        "shapes are timed once.",
+        "the original model and the candidate alternate in one process, with its 95 % interval; candidates of the same "
+        f"shapes are timed once. {f'Timed on {results.machines}.' if results.machines else ''}".strip(),
     }
 
 
