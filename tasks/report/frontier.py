@@ -8,10 +8,11 @@ picture is drawn twice, for wide and for narrow windows, so that its text has th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 from markupsafe import Markup, escape
 from matplotlib.ticker import MaxNLocator
@@ -32,6 +33,7 @@ _SPANS = 10.0  # a perplexity that spans more than this factor has a ScaleOfDens
 _MANTISSAS = (1.0, 2.0, 5.0, 1.5, 3.0, 7.0)  # of ticks, the roundest first
 _SHORT: dict[Runtime, str] = {"torch": "", "onnx": " onnx", "int8": " int8"}
 
+Item = TypeVar("Item")
 Cost = Literal["size", "time"]
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
@@ -62,11 +64,17 @@ def frontier_svgs(results: Results, cost: Cost) -> Markup:
 
 def on_frontier(results: Results, cost: Cost) -> list[RuntimeResult]:
     """Return the files that no other file beats in both metric and cost, by cost."""
-    found: list[RuntimeResult] = []
-    runs = sorted(_runs(results, cost), key=lambda run: (_cost(run, cost), -results.metric.goodness(run.metric)))
-    for run in runs:
-        if not found or results.metric.goodness(run.metric) > results.metric.goodness(found[-1].metric):
-            found.append(run)
+    return best_of(
+        list(_runs(results, cost)), lambda run: _cost(run, cost), lambda run: results.metric.goodness(run.metric)
+    )
+
+
+def best_of(items: Sequence[Item], cost: Callable[[Item], float], goodness: Callable[[Item], float]) -> list[Item]:
+    """Return the items that no other item beats, by cost: each is better than all that cost at most as much."""
+    found: list[Item] = []
+    for item in sorted(items, key=lambda item: (cost(item), -goodness(item))):
+        if not found or goodness(item) > goodness(found[-1]):
+            found.append(item)
     return found
 
 
@@ -114,11 +122,13 @@ class _Picture:
         if not self.results.metric.bounded and max(values) > _SPANS * min(values) > 0:
             scale = ScaleOfDense(self.results.metric_of(DENSE))
             low, high = scale.limits(values)
-            stretch, self.ticks = scale.stretched, scale.ticks(low, high)
+            stretch, self.ticks, self.tick = scale.stretched, scale.ticks(low, high), tick_text
         else:
             margin = 0.06 * (max(values) - min(values)) or 0.01
             low, high = min(values) - margin, max(values) + margin
             self.ticks = [tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+            digits = max(len(f"{round(tick, 10):g}".partition(".")[2]) for tick in self.ticks)
+            self.tick = f"{{:,.{digits}f}}".format
         top, bottom = stretch(high), stretch(low)
         return lambda value: _TOP + (top - stretch(value)) / (top - bottom) * (self.height - _TOP - _BOTTOM)
 
@@ -178,6 +188,7 @@ class _Picture:
         parts = [f'<svg class="{self.name}" {shape} role="img" aria-label="{escape(title)}">']
         parts += self._axes()
         parts += self._line()
+        self.taken += self._lines()
         labels = [self._label(mark) for mark in self.marks]
         for mark, label in zip(self.marks, labels, strict=True):
             parts.append(self._drawn(mark, label))
@@ -187,7 +198,7 @@ class _Picture:
         for tick in self.ticks:
             y = self.scale(tick)
             yield f'<line class="grid" x1="{_LEFT}" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            yield _text(_LEFT - 8, y, "end", tick_text(round(tick, 10)), "tick")
+            yield _text(_LEFT - 8, y, "end", self.tick(tick), "tick")
         for x, text in self._cost_ticks():
             yield _text(x, self.bottom + 16, "middle", text, "tick")
         axis = "size of the weights" if self.cost == "size" else "time ÷ the original’s in torch"
@@ -196,7 +207,7 @@ class _Picture:
         yield f'<line class="original" x1="{_LEFT}" x2="{self.width}" y1="{dense:.1f}" y2="{dense:.1f}"/>'
 
     def _cost_ticks(self) -> Iterator[tuple[float, str]]:
-        text = (lambda value: size(round(value))) if self.cost == "size" else tick_text
+        text = (lambda value: re.sub(r"\.0+(?=\D)", "", size(round(value)))) if self.cost == "size" else tick_text
         low, high = (math.exp(end) for end in self.costs)
         placed: list[tuple[float, float]] = []
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
@@ -208,6 +219,16 @@ class _Picture:
             if fits and all(abs(x - other) > half + wide for other, wide in placed):
                 placed.append((x, half))
                 yield x, text(value)
+
+    def _lines(self) -> Iterator[Box]:
+        """Yield the boxes of the frontier's levels and of the original model's, where no label may lie."""
+        best = on_frontier(self.results, self.cost)
+        starts = [self._x(_cost(run, self.cost)) for run in best]
+        levels = [self.scale(run.metric) for run in best]
+        for start, end, y in zip(starts, [*starts[1:], float(self.width)], levels, strict=True):
+            yield start, y - 1, end, y + 1
+        y = self.scale(self.results.metric_of(DENSE))
+        yield _LEFT, y - 1, self.width, y + 1
 
     def _line(self) -> Iterator[str]:
         """Yield the frontier: the best metric of all files that cost at most as much."""
@@ -245,6 +266,3 @@ class _Picture:
 
 def _text(x: float, y: float, anchor: str, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-__all__: Sequence[str] = ("frontier_svgs", "on_frontier")

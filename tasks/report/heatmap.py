@@ -12,7 +12,7 @@ from eckart.model.targets import Target
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
 
-_WIDTH = 960.0  # largest width of a row of cells, in pixels
+_WIDTH = 930.0  # largest width of a row of cells, in pixels
 _CELL = 34.0  # largest width of a cell
 _CHARACTER = 6.6  # mean width of a character
 _RANK_ROOM = 24.0  # smallest width of a cell in which its rank is written

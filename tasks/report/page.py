@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,12 +35,15 @@ from tasks.report.shipping import tiles, to_ship
 from tasks.report.table import AFTER, BEFORE, legend, notes, reference_rows, row, zero_shot
 from tasks.runtime.templates import template
 
+_TEXT = re.compile(r"<(pre|code|script|style)\b.*?</\1>|>[^<]+", re.DOTALL)
+_HYPHEN = re.compile(r"(?<![\w.])-(?=\d)")  # before a number; on the page it becomes a minus sign
+
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
     """Return the page as HTML, with all names and numbers escaped. `cards`: candidate → model card."""
     meanings, shipped = captions(), to_ship(results)
     script = Path(__file__).with_name("page.js").read_text()
-    return template(Path(__file__).with_name("page.html.j2")).render(
+    text = template(Path(__file__).with_name("page.html.j2")).render(
         results=results,
         metric=results.metric,
         cards=cards,
@@ -77,6 +81,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+    return _TEXT.sub(lambda found: found[0] if found[1] else _HYPHEN.sub("−", found[0]), text)
 
 
 def _contents(results: Results) -> dict[str, str]:

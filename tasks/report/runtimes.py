@@ -72,8 +72,8 @@ def runtime_rows(results: Results) -> list[Row]:
         }
         for shape, latency in result.latencies.items():
             torch, same = latency.of_torch, latency.of_same
-            below = times_between(torch.low, torch.high)
-            if result.model != "dense":
+            below = times_between(torch.low, torch.high) if torch.low < torch.high else ""
+            if result.model != "dense" and result.runtime != "torch":
                 below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
             head = f"speed, {shape.replace('x', ' × ')}"
             cells[head] = cell(torch.median, times, "as dense" if result.model == CONTROL_EXPORT else below)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from tasks.artifacts.paths import CONTROL_EXPORT, FINETUNED, ONNX, ONNX_FILES
-from tasks.artifacts.results_schema import Times
 from tasks.report.non_inferiority import non_inferior
 from tasks.report.numbers import between, percent, score, size, times, times_between
 from tasks.report.results import CandidateResults, Results
-from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
+from tasks.report.runtimes import RuntimeResult, runtime_result
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,24 @@ def tiles(results: Results, shipped: Shipped) -> list[Tile]:
     run, original, exported = shipped.run, shipped.original, shipped.run.runtime != "torch"
     dense, control = (runtime_result(results, name, "torch") for name in ("dense", CONTROL_EXPORT))
     differences = [
-        f"{name} {score(other.metric)}: {between(ends.low, ends.high, run.metric)}"
-        for name, other in (("original", dense), ("control", control))
+        f"{between(ends.low, ends.high, run.metric)} vs. {name} {score(other.metric)}"
+        for name, other in (("the original’s", dense), ("the control’s", control))
         for ends in [results.difference(run.scored, other.scored)]
     ]
+    short = {"torch": "torch", "onnx": "onnxruntime", "int8": "int8"}[run.runtime]
     shape, latency = next(iter(run.latencies.items()))
-    speeds = [("torch", latency.of_torch)]
-    if exported:
-        speeds.insert(0, (TITLES[run.runtime], latency.of_same))
-    words = [f"the original in {name}: {times_between(speed.low, speed.high)}" for name, speed in speeds]
-    if exported:
-        words[1] = f"the original in torch: {times(latency.of_torch.median)}, {times_between(*_ends(latency.of_torch))}"
+    torch, same = latency.of_torch, latency.of_same
+    speeds = [f"{times_between(same.low, same.high)} vs. the original in {short}"]
     sizes = [f"{percent(run.bytes / dense.bytes)} of the original’s {size(dense.bytes)}"]
-    if original.bytes != dense.bytes:
-        sizes.append(f"{percent(run.bytes / original.bytes)} of its {TITLES[run.runtime]} file, {size(original.bytes)}")
-    rows, tokens = shape.split("x")
+    if exported:
+        speeds.append(f"{times(torch.median)} ({times_between(torch.low, torch.high)}) vs. the original in torch")
+        sizes.append(f"{percent(run.bytes / original.bytes)} of the original’s {size(original.bytes)} in {short}")
+    examples = f"95 % intervals on {results.dense.score.examples:,} test examples"
+    where = f"forward pass of {shape.replace('x', ' × ')} tokens" + (
+        f", {results.machines}" if results.machines else ""
+    )
     return [
-        Tile(results.metric.with_direction, score(run.metric), tuple(differences)),
+        Tile(results.metric.with_direction, score(run.metric), (*differences, examples)),
         Tile("size", size(run.bytes), tuple(sizes)),
-        Tile(f"speed at {rows} × {tokens} tokens", times(speeds[0][1].median), tuple(f"vs. {word}" for word in words)),
+        Tile("speed", times(same.median), (*speeds, where)),
     ]
-
-
-def _ends(ratio: Times) -> tuple[float, float]:
-    return ratio.low, ratio.high
