@@ -58,7 +58,7 @@ class _Mark:
 def frontier_svgs(results: Results, cost: Cost) -> Markup:
     """Draw the metric against `cost`, for wide and for narrow windows."""
     return Markup("").join(
-        _Picture(results, cost, *shape).svg() for shape in (("wide-only", 1056, 420), ("narrow", 358, 420))
+        _Picture(results, cost, *shape).svg() for shape in (("wide-only", 1056, 380), ("narrow", 358, 420))
     )
 
 
@@ -167,7 +167,7 @@ class _Picture:
     def _label(self, mark: _Mark) -> tuple[float, float, str] | None:
         """Return the place and the anchor of a mark's label, or None if there is no room for it."""
         long, gap = _LETTER * len(mark.label), _RADIUS + 5
-        lines = range(_FAR + 1 if mark.kind != "other" else 1)
+        lines = range(_FAR + 1 if mark.kind != "other" else 2)
         for line, sign, (side, anchor) in product(lines, (1, -1), ((1, "start"), (-1, "end"))):
             x, y = mark.x + side * gap, mark.y - sign * line * _LINE
             left = x if anchor == "start" else x - long

@@ -35,7 +35,7 @@ from tasks.report.shipping import tiles, to_ship
 from tasks.report.table import AFTER, BEFORE, legend, notes, reference_rows, row, zero_shot
 from tasks.runtime.templates import template
 
-_TEXT = re.compile(r"<(pre|code|script|style)\b.*?</\1>|>[^<]+", re.DOTALL)
+_PARTS = re.compile(r"<(pre|code|script|style)\b.*?</\1>|<[^>]*>|[^<]+", re.DOTALL)  # code, tags and text
 _HYPHEN = re.compile(r"(?<![\w.])-(?=\d)")  # before a number; on the page it becomes a minus sign
 
 
@@ -81,7 +81,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    return _TEXT.sub(lambda found: found[0] if found[1] else _HYPHEN.sub("−", found[0]), text)
+    return _PARTS.sub(lambda part: part[0] if part[0].startswith("<") else _HYPHEN.sub("−", part[0]), text)
 
 
 def _contents(results: Results) -> dict[str, str]:
