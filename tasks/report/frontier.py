@@ -257,6 +257,10 @@ class _Picture:
         else:
             parts.append(f'<path class="mark file" d="M{x:.1f} {y - _RADIUS:.1f}l5 5l-5 5l-5-5z"/>')
         if label:
+            if abs(label[1] - y) >= _LINE and label[2] != "middle":  # a line leads from the mark to its label
+                parts.insert(
+                    1, f'<line class="leader" x1="{x:.1f}" x2="{label[0]:.1f}" y1="{y:.1f}" y2="{label[1]:.1f}"/>'
+                )
             parts.append(_text(*label, mark.label, "label"))
         inside = "".join(parts)
         if run.model not in ("dense", CONTROL_EXPORT):

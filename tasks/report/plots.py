@@ -22,7 +22,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from scipy.stats import spearmanr
 
-from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.nlp_tasks import kind_of
 from tasks.report.loss_units import is_loss, loss_unit
 from tasks.report.numbers import count, score
@@ -108,7 +107,7 @@ def curves_svg(results: Results) -> Markup:
         partial(_draw_curves, title, panel, (min(losses), max(losses)) if losses else (0, 1))
         for title, panel in lines.items()
     )
-    key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry(CONTROL_NAME, _MUTED))
+    key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry("control", _MUTED))
     return key + _panels(draw, "curves")
 
 

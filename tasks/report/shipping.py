@@ -35,7 +35,7 @@ class Shipped:
 
     @property
     def format(self) -> str:
-        return {"torch": "Hugging Face folder", "onnx": "ONNX file", "int8": "int8 ONNX file"}[self.run.runtime]
+        return {"torch": "a Hugging Face folder", "onnx": "an ONNX file", "int8": "an int8 ONNX file"}[self.run.runtime]
 
 
 def to_ship(results: Results) -> Shipped:

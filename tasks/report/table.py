@@ -208,8 +208,8 @@ def legend(results: Results, mark: str) -> str:
     """Explain the names, marks and intervals in the tables. `mark` says how the chosen candidate is marked."""
     chosen = "the choice of `eckart promote`" if results.choice.chosen else "the candidate nearest to the limits"
     return (
-        f"dense is the original model; {CONTROL_NAME} is the control, the original model with the same fine-tuning. "
-        f"{mark} {chosen}; ≈ not significantly different from it. "
+        f"{mark} {chosen}; ≈ not significantly different from it. dense is the original model; {CONTROL_NAME} is the "
+        "control, the original model with the same fine-tuning. "
         f"Differences have {100 * LEVEL:.0f} % intervals from {RESAMPLES:,} paired resamples of the test examples; "
         "the intervals do not cover the choice of a seed."
     )

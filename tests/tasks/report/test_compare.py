@@ -511,10 +511,10 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
     assert "svd 1.00, kfac -1.00" in " ".join(plots.predictions_read(found))
     params = json.loads(Path("params.yaml").read_text())
     params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
-    write("params.yaml", params)  # now in nats: 0.3 for 0.2, 0.2 for 0.3, 0.1 for 0.4
+    write("params.yaml", params)  # now in nats: 0.4 for 0.1, 0.3 for 0.2, 0.2 for 0.3, 0.1 for 0.4
     first, second = plots.predictions_read(results.load_results())
     assert first.startswith(
-        "kfac: the measured loss is 0.7 times the predicted one at the median, and larger at 1 of 3"
+        "kfac: the measured loss is 1.1 times the predicted one at the median, and larger at 2 of 4"
     )
     assert "svd 1.00." in second
     compare.compare()
@@ -577,7 +577,7 @@ def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace:
     assert limited(largest_drop=0.01).choice.chosen == "kfac-0.5"
     edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
     assert limited(largest_drop=0.01).choice.chosen == "svd-0.5"
-    assert "On test examples kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
+    assert "On test examples, kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
     found = limited(largest_drop=0.01, keep=0.6)  # 290 of 400 are too many
     assert found.choice.chosen == "kfac-0.3"
     compare.compare()
