@@ -148,7 +148,7 @@ class _Picture:
         mark.y, there, step = self.scale(mark.run.metric), self._x(mark.cost), 2 * _RADIUS + 2
         reach = _RADIUS + 1
         for number in range(len(self.marks) * 2):
-            mark.x = there + step * (number + 1) // 2 * (-1) ** number
+            mark.x = there + step * ((number + 1) // 2) * (-1) ** number
             box = mark.x - reach, mark.y - reach, mark.x + reach, mark.y + reach
             inside = box[0] > _LEFT and box[2] < self.width
             if inside and self._free(box):

@@ -54,7 +54,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         verdict=verdict(results, shipped.run.scored),
         conclusion=conclusion(results),
         warning=dense_warning(results),
-        notes=[legend(results, "In color:"), *notes(results)],
+        notes=[*legend(results, "In color:"), *notes(results)],
         before=BEFORE,
         after=AFTER,
         rows=[

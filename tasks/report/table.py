@@ -204,15 +204,15 @@ def zero_shot(results: Results) -> list[Row]:
     return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
 
 
-def legend(results: Results, mark: str) -> str:
-    """Explain the names, marks and intervals in the tables. `mark` says how the chosen candidate is marked."""
+def legend(results: Results, mark: str) -> list[str]:
+    """Explain the marks, names and intervals in the tables. `mark` says how the chosen candidate is marked."""
     chosen = "the choice of `eckart promote`" if results.choice.chosen else "the candidate nearest to the limits"
-    return (
-        f"{mark} {chosen}; ≈ not significantly different from it. dense is the original model; {CONTROL_NAME} is the "
-        "control, the original model with the same fine-tuning. "
-        f"Differences have {100 * LEVEL:.0f} % intervals from {RESAMPLES:,} paired resamples of the test examples; "
-        "the intervals do not cover the choice of a seed."
-    )
+    return [
+        f"{mark} {chosen}; ≈ not significantly different from it.",
+        f"dense is the original model; {CONTROL_NAME} is the control, the original model with the same fine-tuning.",
+        f"Differences have {100 * LEVEL:.0f} % intervals from {RESAMPLES:,} paired resamples of the test examples; the "
+        "intervals do not cover the choice of a seed.",
+    ]
 
 
 def notes(results: Results) -> list[str]:
@@ -240,7 +240,7 @@ def to_text(results: Results) -> str:
     if results.exports:
         title = "exported files; speed as a multiple of the original model in torch, at examples × tokens"
         tables.append(terminal_table(title, "model", runtime_rows(results)))
-    lines = [printed(*tables), *(f"  {note}" for note in (legend(results, "*").replace("`", ""), *notes(results)))]
+    lines = [printed(*tables), *(f"  {note.replace('`', '')}" for note in (*legend(results, "*"), *notes(results)))]
     return "\n".join(lines)
 
 
