@@ -40,9 +40,9 @@ def provenance(results: Results) -> dict[str, str]:
         "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."
         if results.control_curve
         else f"The original model itself, because the recovery of {results.control} takes no step.",
-        "Speed": f"Median and 95 % interval over {timing.repetitions} rounds of forward passes, of {rows} examples × {tokens} "
-        "tokens. The original model and the candidate alternate in one process. Candidates of "
-        f"the same shapes are timed once. {f'Timed on {results.machines}.' if results.machines else ''}".strip(),
+        "Speed": f"Median and 95 % interval over {timing.repetitions} rounds of forward passes, of {rows} "
+        f"examples × {tokens} tokens. The original model and the candidate alternate in one process. Candidates of the "
+        f"same shapes are timed once. {f'Timed on {results.machines}.' if results.machines else ''}".strip(),
     }
 
 
