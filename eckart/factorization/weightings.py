@@ -59,7 +59,9 @@ class Plain(_Weighting):
 
     loss_unit = "half the squared error of the weights"
 
-    kind: Literal["none"] = Field("none", description="error of the weights; every entry of W counts the same (plain SVD)")
+    kind: Literal["none"] = Field(
+        "none", description="error of the weights; every entry of W counts the same (plain SVD)"
+    )
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()

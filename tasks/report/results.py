@@ -174,6 +174,11 @@ class Results:
     """Model → its answer, for models that give the same class, tag or number for every test example."""
 
     @property
+    def machines(self) -> str:
+        """The machines that timed the models; empty if unknown."""
+        return "; ".join(dict.fromkeys(filter(None, (each.benchmark.machine for each in self.candidates))))
+
+    @property
     def metric(self) -> Metric:
         return METRICS[self.task.metric]
 
@@ -270,11 +275,14 @@ class Results:
         return -self.metric.goodness(candidate.recovered), *by_validation
 
     def metric_of(self, model: ScoredModel) -> float:
-        """Return the test metric of a model that was scored in torch."""
+        """Return the test metric of a model that was scored in torch, or of an exported file."""
         if model == TRIVIAL:
             return self.dense.trivial
         if model in (DENSE, CONTROL):
             return (self.dense if model == DENSE else self.dense.control).score.metric
+        files = {(exported_name(name), runtime): file for name, both in self.exports.items() for runtime, file in both}
+        if model in files:
+            return files[model].score.metric
         name, step = model
         metric: float = getattr(self.named(name), step)
         return metric

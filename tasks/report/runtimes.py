@@ -72,10 +72,11 @@ def runtime_rows(results: Results) -> list[Row]:
         }
         for shape, latency in result.latencies.items():
             torch, same = latency.of_torch, latency.of_same
-            below = times_between(torch.low, torch.high)
-            if result.model not in ("dense", CONTROL_EXPORT):
+            below = times_between(torch.low, torch.high) if torch.low < torch.high else ""
+            if result.model != "dense" and result.runtime != "torch":
                 below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
-            cells[shape.replace("x", " × ")] = cell(torch.median, times, below)
+            head = f"speed, {shape.replace('x', ' × ')}"
+            cells[head] = cell(torch.median, times, "as dense" if result.model == CONTROL_EXPORT else below)
         rows.append(Row(CONTROL_NAME if result.model == CONTROL_EXPORT else result.model, cells))
     return rows
 
