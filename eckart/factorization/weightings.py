@@ -44,6 +44,8 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
 class _Weighting(Method):
     loss_unit: ClassVar[str] = "half the weighted squared error"
     """Name of what a predicted loss measures: half the squared norm of a target's error."""
+    predicts_loss: ClassVar[bool] = False
+    """Whether it estimates how much the task's loss rises, so that a measured loss can be compared with it."""
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -96,7 +98,7 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
-    loss_unit = "half the squared error of the layers' outputs, an example"
+    loss_unit = "half the squared error of the layer's outputs, per example"
 
     kind: Literal["inputs"] = Field(
         "inputs", description="error of the layer's outputs on the calibration inputs (DRONE)"
@@ -140,7 +142,8 @@ class Kfac(_Weighting):
     both.
     """
 
-    loss_unit = "increase of the loss, an example"
+    loss_unit = "increase of the loss per example"
+    predicts_loss = True
 
     kind: Literal["kfac"] = Field(
         "kfac", description="increase of the loss to second order, by both Kronecker factors of the Fisher (K-FAC)"
@@ -184,7 +187,7 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 class FisherInputs(_Weighting):
     """Weighting (ours): minimize the output error on the calibration inputs; a Fisher score weighs each output."""
 
-    loss_unit = "half the squared error of the layers' outputs, weighted by their Fisher scores"
+    loss_unit = "half the squared error of the layer's outputs, weighted by their Fisher scores"
 
     kind: Literal["fisher_inputs"] = Field(
         "fisher_inputs", description="error of the layer's outputs, each weighted by its Fisher score"

@@ -22,7 +22,7 @@ def size(value: int) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}{_GAP}%"
+    return f"{rounded(100 * share)}{_GAP}%"
 
 
 def times(factor: float) -> str:

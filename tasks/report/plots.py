@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
@@ -20,10 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from pydantic import TypeAdapter
 from scipy.stats import spearmanr
 
+from eckart.factorization.weightings import Weighting
 from tasks.nlp_tasks import kind_of
-from tasks.report.loss_units import is_loss, loss_unit
 from tasks.report.numbers import count, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, tick_text
@@ -327,12 +329,12 @@ def predicted_and_measured(results: Results) -> dict[str, Pairs]:
 
 def predictions_read(results: Results) -> list[str]:
     """Say in sentences what the plot of predicted and measured losses shows."""
-    objective, recipes = kind_of(results.task).objective(), results.settings.recipes
+    objective = kind_of(results.task).objective()
     sentences, others = [], {}
     for recipe, by_keep in predicted_and_measured(results).items():
         predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
         rank = spearmanr(predicted, measured).statistic if len(predicted) > 1 else math.nan
-        if not is_loss(recipes[recipe]["weighting"]["kind"], objective.classes):
+        if not (objective.classes and _weighting(results, recipe).predicts_loss):
             others[recipe] = rank
             continue
         ratios = [after / before for before, after in zip(predicted, measured, strict=True)]
@@ -350,21 +352,23 @@ def predictions_read(results: Results) -> list[str]:
     return sentences
 
 
+def _weighting(results: Results, recipe: str) -> Weighting:
+    weighting: Weighting = TypeAdapter(Weighting).validate_python(results.settings.recipes[recipe]["weighting"])
+    return weighting
+
+
 def _predictions(results: Results, recipe: str, by_keep: Pairs, colours: Mapping[str, str], axes: Axes) -> None:
     """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a colour per keep."""
-    weighting, classes = (
-        results.settings.recipes[recipe]["weighting"]["kind"],
-        kind_of(results.task).objective().classes,
-    )
+    weighting, classes = _weighting(results, recipe), kind_of(results.task).objective().classes
     predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
     axes.set(title=recipe, xscale="log", yscale="log")
-    axes.set_xlabel("predicted: " + loss_unit(weighting, classes).replace(", per", "\nper").replace(" ×", "\n×"))
+    axes.set_xlabel("\n".join(["predicted:", *textwrap.wrap(weighting.loss_unit, 36)]))
     axes.set_ylabel("measured: nats" if classes else "measured: squared error")
     _decades(axes, "x", predicted)
     _decades(axes, "y", measured)
     for keep, pairs in by_keep.items():
         axes.plot(*_columns(pairs), "o", color=colours[keep], markersize=4.5, alpha=0.75, markeredgewidth=0)
-    if is_loss(weighting, classes):
+    if classes and weighting.predicts_loss:
         axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # the line of equality
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -24,14 +24,12 @@ from markdown_it import MarkdownIt
 from markupsafe import escape
 from ruamel.yaml import YAML
 
-from eckart.factorization.weightings import Weighting
 from eckart.model.targets import Target
 from tasks import compare
 from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping
 from tasks.report.card import card
-from tasks.report.loss_units import is_loss, loss_unit
 from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
 from tasks.runtime.stage_runner import StageError
@@ -872,15 +870,6 @@ def test_a_file_is_on_the_frontier_if_none_is_better_and_as_small(places: list[t
     for cost, good in places:
         beaten = any(other[0] <= cost and other[1] >= good and other != (cost, good) for other in places)
         assert ((cost, good) in best) is not beaten
-
-
-def test_units_of_predicted_losses_are_known_for_every_weighting() -> None:
-    kinds = {
-        kind for method in get_args(get_args(Weighting)[0]) for kind in get_args(method.model_fields["kind"].annotation)
-    }
-    assert all(loss_unit(kind) for kind in kinds)
-    assert [kind for kind in kinds if is_loss(kind)] == ["kfac"]
-    assert not is_loss("kfac", classes=False)
 
 
 def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
