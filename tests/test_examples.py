@@ -37,7 +37,7 @@ def test_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     reviews().rename(columns={"text": "body", "label": "mood"}).to_csv(tmp_path / "texts.csv", index=False)
     options = ("--text", "body", "--label", "mood", "--keep", "0.5", "--steps", "2")
     run(REPOSITORY / "examples/classifier.py", "base", "texts.csv", "small", *options)
-    assert " targets keep " in capsys.readouterr().out
+    assert "% kept)" in capsys.readouterr().out
     assert factorized(eckart.load(tmp_path / "small"))
     assert (tmp_path / "small/tokenizer.json").exists()
 
@@ -61,5 +61,5 @@ def test_the_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "MODEL = " in first
     (tmp_path / "notebook.py").write_text("\n".join(['MODEL, TEXTS = "base", "texts.csv"', *others]))
     run(tmp_path / "notebook.py")
-    assert " targets keep " in capsys.readouterr().out
+    assert "% kept)" in capsys.readouterr().out
     assert factorized(eckart.load(tmp_path / "small"))

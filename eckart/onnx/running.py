@@ -31,7 +31,7 @@ SLOW_FUSIONS = ["SkipLayerNormFusion"]
 """Optimizations of onnxruntime that `runner` turns off.
 
 The kernel of this fusion is slower than the sum and the norm that it replaces. Without it, MiniLM in int8 is 1.15 times
-as fast (docs/files-to-ship.md).
+as fast (docs/how-to/export.md).
 """
 
 
