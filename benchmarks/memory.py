@@ -1,6 +1,6 @@
 """Predict the memory that statistics and factorization need, and measure memory and time on small LLaMAs.
 
-    python benchmarks/memory.py              # the tables of docs/explanation/memory-and-time.md, as Markdown; some minutes
+    python benchmarks/memory.py              # the tables of docs/explanation/memory-and-time.md; some minutes
     python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B
 
 Each point (a row of a table) is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of
