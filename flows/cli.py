@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -172,7 +173,7 @@ def init(
     print(f"{folder} is a workspace; {rest}. Next: {enter}eckart run")
 
 
-@_command("Make", "eckart run", "eckart run --goals")
+@_command("Make", "eckart run", "eckart run --goals", "eckart run --quiet --json > results.json")
 def run(
     workers: Workers = None,
     timeout: Timeout = None,
@@ -184,31 +185,52 @@ def run(
             "--goals", help="Then try more values of keep, until study.goals are met as closely as the data can show."
         ),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and, with --json, the object.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object. All other lines go to stderr.")
+    ] = False,
 ) -> None:
     """Run the study that params.yaml describes.
 
     Stages that are up to date are skipped, so an interrupted run continues where it stopped. Results are in
     reports/comparison.html, and the models in models/finetuned/.
+
+    The object of --json has the keys that `eckart table --help` lists; also `stages` (the number of stages that were
+    executed, restored and cached) and `seconds`.
     """
     options = Options(workers, timeout, task_runner, scheduler)
-    settings.use_local_server()
-    if goals:
-        from flows.goal_search import pursue  # slow imports, not for --help
-
-        pursue(lambda: _run(options), lambda line: print(line, flush=True))
-    else:
-        _run(options)
-
-
-def _run(options: Options) -> None:
     start = time.monotonic()
+    settings.use_local_server()
+    ran: dict[str, Outcome] = {}
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        if goals:
+            from flows.goal_search import pursue  # slow imports, not for --help
+
+            pursue(lambda: _run(options, ran, quiet), lambda line: None if quiet else print(line, flush=True))
+        else:
+            _run(options, ran, quiet)
+    from flows.engine import nothing_to_do
+
+    outcomes, seconds = list(ran.values()), time.monotonic() - start
+    if as_json:
+        _print_json({"stages": Counter(outcome.status.lower() for outcome in outcomes), "seconds": round(seconds, 1)})
+    elif not quiet:
+        _print_comparison(nothing_to_do.COMPARISON)
+        print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
+        print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
+
+
+def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:
+    """Run the study once, and note in `ran` the outcome of each stage; a stage that ran before stays Executed."""
     installation.refresh()
     from flows.display import terminal  # slow imports, not for --help
     from flows.engine import nothing_to_do, torch_questions
     from flows.servers import prefect_server
     from flows.tracking import database
 
-    with _ended_with_words(), terminal.terminal():
+    with _ended_with_words(), terminal.terminal(quiet):
         terminal.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
         damage = database.set_aside_damaged()
@@ -217,11 +239,64 @@ def _run(options: Options) -> None:
         outcomes = None if prefect_server.require() else nothing_to_do.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
-    _print_comparison(nothing_to_do.COMPARISON)
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {nothing_to_do.summary(outcomes)}")
+    ran.update({new.stage: new for new in outcomes if new.status != "Cached" or new.stage not in ran})
     if damage:
-        print(f"WARNING: {damage}.")
-    print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
+        print(f"WARNING: {damage}.", file=sys.stderr)
+
+
+@_command("Look", "eckart table", "eckart table --quiet", "eckart table --json > results.json")
+def table(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the name of the best candidate, for a script.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
+) -> None:
+    """Print the results of the last complete run.
+
+    The object of --json has these keys:
+
+    study, metric, lower_is_better: name of the study, name of its metric, and whether a lower metric is better.
+
+    original: the original model's metric on test examples, target_parameters, model_parameters, macs_per_token, bytes.
+
+    control: the metric of the original model with the same fine-tuning.
+
+    best: name of the candidate that `eckart promote` takes; null if none is within the limits of promotion.
+
+    non_inferior: whether the test examples show that best loses at most promotion.largest_drop.
+
+    alternative: the smallest candidate for which they show this, if it is another one; else null.
+
+    candidates: a list of objects with name, recipe, keep, metric, before_fine_tuning (the metric then), from_original
+    and from_control (low and high of the 95 % interval of the difference), the sizes as in original, speedup (median,
+    low, high: over the original model in torch), exports (onnx and int8, each with metric, bytes, speedup; empty if
+    nothing was exported) and files (paths of model, card, onnx, int8).
+
+    goals: a list of objects with goal, recipe, met, candidate (it meets the goal, or comes nearest) and next_keep (null
+    if no other keep is worth a try).
+
+    files: paths of page, text, table and picture.
+    """
+    if quiet and as_json:
+        raise EckartError("--quiet and --json contradict each other: give only one")
+    from flows.display import study_json
+
+    if as_json:
+        _print_json({})
+    elif not quiet:
+        _print_comparison(study_json.require(Path("reports/comparison.txt")))
+    elif name := study_json.best():
+        print(name)
+    else:
+        raise EckartError(
+            "no candidate is within the limits of promotion in params.yaml: `eckart table` names the nearest"
+        )
+
+
+def _print_json(more: Mapping[str, Any]) -> None:
+    from flows.display.study_json import study_json
+
+    print(json.dumps({**study_json(), **more}, indent=2))
 
 
 def _print_comparison(file: Path) -> None:

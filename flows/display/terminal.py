@@ -26,31 +26,41 @@ _DOUBLED = ("dvc", "dvc_data", "dvc_objects")
 _BARS = ("dvc.progress", "dvc_data.callbacks")  # the levels of these loggers decide whether DVC draws progress bars
 
 _bars: rich.progress.Progress | None = None
+_console: Console | None = None
+"""The console that shows only warnings and errors of the log; None if the log is printed as Prefect and DVC do."""
 
 
 @contextmanager
-def terminal() -> Iterator[None]:
-    """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end."""
+def terminal(quiet: bool = False) -> Iterator[None]:
+    """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end.
+
+    Args:
+        quiet: whether to draw nothing, and to print only warnings and errors.
+    """
     console = Console(stderr=True, highlight=False)
-    if not (sys.stderr.isatty() and console.is_interactive):
+    if not (quiet or (sys.stderr.isatty() and console.is_interactive)):
         yield
         return
-    global _bars
+    global _bars, _console
     for name in _BARS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with new_bars(console) as bars:
-        _bars = bars
-        try:
+    _console = console
+    try:
+        if quiet:
             yield
-        finally:
-            _bars = None
+            return
+        with new_bars(console) as bars:
+            _bars = bars
+            yield
+    finally:
+        _bars = _console = None
 
 
 def doing(words: str) -> None:
     """Show in the live display, if there is one, what the run does before or after its stages."""
     if _bars:
         _clear(_bars)
-        _bars.add_task(words, total=None, line="", begun=_bars.get_time())
+        _bars.add_task(words, total=None, line="", begun=_bars.get_time(), whole=True)
 
 
 def _clear(bars: rich.progress.Progress) -> None:
@@ -59,12 +69,12 @@ def _clear(bars: rich.progress.Progress) -> None:
 
 
 def log_above() -> None:
-    """Print logged warnings and errors above the live display, if there is one, until the process ends.
+    """Print only warnings and errors of the log until the process ends, if there is a live display or a quiet run.
 
     Call this function after Prefect and DVC are imported, because they set up log handlers when imported.
     """
-    if _bars:
-        logging.getLogger().handlers = [_Above(_bars.console)]
+    if _console:
+        logging.getLogger().handlers = [_Above(_console)]
         for name in _DOUBLED:
             logging.getLogger(name).handlers = []
 

@@ -72,6 +72,18 @@ class TestAfterTheFirstRun:
         seconds = json.loads((study.root / SECONDS).read_text())
         assert {"teacher", "search@svd-0.5", "finetune@kfac-0.5", "compare"} < set(seconds)
 
+    def test_a_script_reads_the_results_as_json(self, workspace: Path) -> None:
+        with chdir(workspace):
+            told = json.loads(CliRunner().invoke(app, ["table", "--json"]).stdout)
+            best = CliRunner().invoke(app, ["table", "--quiet"]).stdout.strip()
+        assert told["best"] == best == json.loads((workspace / "reports/choice.json").read_text())["candidate"]
+        (kfac,) = (candidate for candidate in told["candidates"] if candidate["name"] == "kfac-0.5")
+        evaluation = json.loads((workspace / "reports/evaluate/kfac-0.5.json").read_text())
+        exports = json.loads((workspace / "reports/onnx/kfac-0.5.json").read_text())
+        assert kfac["metric"] == evaluation["recovered"]["metric"]
+        assert kfac["exports"]["int8"]["bytes"] == exports["int8"]["bytes"]
+        assert all((workspace / path).exists() for path in {**kfac["files"], **told["files"]}.values())
+
     def test_mlflow_mirrors_the_study(self, study: Study) -> None:
         result = runs(study.root)
         (parent,), (child,) = result[""], result["kfac-0.5"]
