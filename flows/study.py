@@ -207,7 +207,7 @@ def _run(options: Options) -> list[Outcome]:
             terminal.show_progress(planned) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
-            submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
+            submit: Submit = partial(_submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
@@ -280,6 +280,11 @@ def _executor(
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
         yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
+
+
+def _submit(planned: Planned, **options: Any) -> PrefectFuture[Any]:
+    # The task gets the stage's name, too: until a task begins, Prefect shows it by the task's name, as `stage-13f`.
+    return stage.with_options(name=planned.name).submit(planned, **options)
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:

@@ -93,8 +93,8 @@ class Progress:
         self._study = self._add("stages", len(stages), len(self._done), whole=True)
 
     def _add(self, name: str, total: int | None, completed: int = 0, whole: bool = False) -> rich.progress.TaskID:
-        fields = {"line": "", "begun": self._bars.get_time(), "whole": whole}
-        return self._bars.add_task(name, total=total, completed=completed, **fields)
+        begun = self._bars.get_time()
+        return self._bars.add_task(name, total=total, completed=completed, line="", begun=begun, whole=whole)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
