@@ -237,27 +237,31 @@ def to_text(results: Results) -> str:
 
 
 def _candidates(results: Results) -> Table:
+    """Make the table of all models. The columns that a choice needs come first, since a narrow terminal cuts the last.
+
+    It is at most 140 characters wide if no name has more than 29. The page also has steps, ranks and MACs.
+    """
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
     first = reference_rows(results)
-    before = [head for head in (STEPS, "shaped", "factorized") if head in first[0].cells]
-    if STEPS in before:
-        table.add_column("steps before\nfactorization", justify="right")
-    heads = [head for head in before if head != STEPS]
-    heads += ["recovered", "of dense", "difference", "of control", "difference", "targets", "model", "MACs", "speedup"]
+    before = "factorized" in first[0].cells
+    heads = [results.metric.title, "difference\nfrom dense", "size", "speed", "model\nparameters", "target\nparameters"]
+    heads += ["difference\nfrom control", *(["before\nfine-tuning"] if before else [])]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for group in (first, *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps)):
         for line in group:
             cells = line.cells
-            compared = [text for head in ("of dense", "of control") for text in (cells[head].value, cells[head].below)]
             table.add_row(
                 line.name,
-                *(cells[head].value for head in before),
                 f"{cells['recovered'].value} {line.mark or ' '}",
-                *compared,
-                *(cells[head].below for head in ("target parameters", "model parameters", "MACs per token")),
+                cells["of dense"].below,
+                cells["size"].value,
                 cells["speed"].value,
+                cells["model parameters"].below,
+                cells["target parameters"].below,
+                cells["of control"].below,
+                *([cells["factorized"].value] if before else []),
             )
         table.add_section()
     return table
