@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -157,7 +158,9 @@ def init(
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
-    filled = new_workspace.init(folder, new_workspace.InitOptions(base, data, text, text_pair, label, task), again)
+    options = new_workspace.InitOptions(base, data, text, text_pair, label, task)
+    with _steps() as step:
+        filled = new_workspace.init(folder, options, again, step)
     for path, value in filled.changes.items():
         before = f"{json.dumps(filled.before.get(path))} → " if again else ""
         print(f"  {path}: {before}{json.dumps(value)}")
@@ -170,7 +173,19 @@ def init(
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
     enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"{folder} is a workspace; {rest}. Next: {enter}eckart run")
+    print(f"{folder} is a workspace; {rest}. Nothing is committed.")
+    print(f"Next: {enter}git add . && git commit -m 'new study' && eckart run")
+
+
+@contextmanager
+def _steps() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done: with a spinner in a terminal, else as a line each."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda words: print(f"{words} …", file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
+        yield lambda words: status.update(f"{escape(words)} …")
 
 
 @_command("Make", "eckart run", "eckart run --goals", "eckart run --quiet --json > results.json")
@@ -300,15 +315,17 @@ def _print_json(more: Mapping[str, Any]) -> None:
 
 
 def _print_comparison(file: Path) -> None:
-    """Print a file of tables and sentences; in a narrow terminal, cut the lines of tables to its width."""
+    """Print a file of tables and sentences; in a terminal, cut the lines of tables and wrap the others at its width."""
     console, text = Console(highlight=False), file.read_text()
-    wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
-    if not (console.is_terminal and wide):
+    if not console.is_terminal:
         print(text)
         return
+    wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
     for line in text.splitlines():
         console.print(Text(line[: console.width] if line in wide else line))
-    print(f"\nTables are cut to the width of this terminal; {file} has all columns.\n")
+    if wide:
+        print(f"\nTables are cut to the width of this terminal; {file} has all columns.")
+    print()
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
@@ -519,6 +536,7 @@ def promote(
         _roll_back()
         return
     settings.use_local_server()
+    from flows.display import terminal
     from flows.engine import stages
     from flows.engine.stage_processes import terminable
     from flows.promotion import flow
@@ -530,7 +548,7 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        with _ended_with_words(), terminable():
+        with _ended_with_words(), terminable(), terminal.own_lines():
             prefect_server.use_temporary()
             result = flow.promotion(again=again, first=first, candidate=candidate)
     except Refused as refusal:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import rich.progress
 from rich.console import Console
@@ -24,6 +25,8 @@ QUIET = {"eckart_quiet": True}
 # Loggers with handlers of their own, so that the root logger prints their lines a second time.
 _DOUBLED = ("dvc", "dvc_data", "dvc_objects")
 _BARS = ("dvc.progress", "dvc_data.callbacks")  # the levels of these loggers decide whether DVC draws progress bars
+
+_FLOWS = Path(__file__).parents[1]
 
 _bars: rich.progress.Progress | None = None
 _console: Console | None = None
@@ -113,18 +116,34 @@ def _quiet_console() -> Iterator[None]:
             logging.getLogger(name).handlers = before
 
 
-class _Above(logging.Handler):
-    """A log handler that prints warnings and errors above the live display."""
+@contextmanager
+def own_lines() -> Iterator[None]:
+    """While the block runs, print only our own log lines, and warnings and errors. Prefect's server still gets all."""
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [_Above(Console(stderr=True, highlight=False), logging.INFO)]
+    root.handlers[0].addFilter(_is_ours)
+    try:
+        yield
+    finally:
+        root.handlers = before
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or Path(record.pathname).is_relative_to(_FLOWS)
+
+
+class _Above(logging.Handler):
+    """A log handler that prints warnings and errors, or lines of another level, above the live display."""
+
+    def __init__(self, console: Console, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.console = console
         self.addFilter(_is_news)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stage = getattr(record, "task_run_name", None)
-            style = "red" if record.levelno >= logging.ERROR else "yellow"
+            style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
             text = f"{stage}: {self.format(record)}" if stage else self.format(record)
             self.console.print(Text.from_ansi(text, style=style), soft_wrap=True)
         except Exception:  # as every handler does
