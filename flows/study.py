@@ -34,6 +34,7 @@ from flows.environment.redaction import keep_out, redact
 from flows.tracking import database
 from flows.workspace import deployment_owner, installation
 from tasks.artifacts.errors import EckartError
+from tasks.report.numbers import counted
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
@@ -224,8 +225,9 @@ def _run(options: Options) -> list[Outcome]:
         advice = "The next run uses the new state" if changed else "Fix the cause and run again"
         waiting = len(planned) - len(finished) - len(causes)
         lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
+        them = "it" if len(causes) == 1 else "them"
         raise (StudyChanged if changed else StudyFailed)(
-            f"{len(causes)} stages failed, {waiting} need them and did not run, "
+            f"{counted(len(causes), 'stage')} failed, {waiting} need {them} and did not run, "
             f"{len(finished)} are finished and kept:\n{lines}\n{advice}: only unfinished stages will run."
         )
     return list(finished.values())
