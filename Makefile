@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 # The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test bench docs lint ui lock clean
+.PHONY: run test bench docs links lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
@@ -21,10 +21,15 @@ bench: $(READY)  ## measure the study of this folder and write docs/results/benc
 	$(BIN)/python -m benchmarks > docs/results/benchmarks.md.new
 	mv docs/results/benchmarks.md.new docs/results/benchmarks.md
 
-docs: $(READY)  ## build the pages and the API reference into site/; a broken link is an error
+docs: $(READY)  ## build the pages into site/; a dead link, a long sentence and a misspelled word are errors
 	$(BIN)/python -m tasks.config.reference > docs/reference/params.md
+	$(BIN)/python -m docs.command_line > docs/reference/cli.md
+	$(BIN)/python -m docs.prose
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
+
+links: $(READY)  ## ask the network for every address that a page names
+	$(BIN)/sphinx-build --quiet -b linkcheck -c docs -d build/docs . build/links
 
 lint: $(READY)  ## check formatting, style, types and import contracts
 	$(BIN)/ruff format --check .
@@ -42,6 +47,8 @@ $(READY): requirements.lock pyproject.toml
 	@# Four at a time, 24 packages each: a single pip takes seven times as long.
 	xargs -P 4 -n 24 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile < requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@# The lock names what torch's build for CPUs needs. The one for GPUs needs CUDA packages as well.
+	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	touch $@
 
 lock:  ## resolve the version ranges of pyproject.toml into requirements.lock

@@ -1,4 +1,4 @@
-"""Print all benchmarks of the study in this folder as Markdown. `make bench` writes them to docs/results/benchmarks.md."""
+"""Print all benchmarks of the study in this folder as Markdown, for docs/results/benchmarks.md (`make bench`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, times_cell
 from eckart.ranks import RankSearch
 from eckart.ranks.waterfill import Waterfill
+from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Export, exported, section
 from tasks.nlp_tasks import kind_of
+from tasks.report.rounding import rounded
+from tasks.report.runtimes import TITLES
 from tasks.runtime.hardware import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
 _HEAD = """# Benchmarks
 
-`make bench` writes this page: what it times of the default study, on {machine}, {cores} virtual cores.
-torch {torch}, onnxruntime {onnxruntime}. Medians; ratios are of runs in turn in one process.
+`make bench` writes this page. It times the models of the default study on {machine}, {cores} virtual cores, with torch
+{torch} and onnxruntime {onnxruntime}. Times and ratios are medians of interleaved runs in one process, with their 95 %
+intervals in parentheses. A ratio is the speed of a model ÷ that of the original, so 2 means twice as fast. Input shapes
+are examples × tokens.
 """
+_OF_TORCH = """The last columns depend on torch: on AMD processors its float32 products, by MKL, use no AVX-512, while
+onnxruntime's do."""
 
 
 def machine() -> str:
@@ -36,16 +44,24 @@ def files_to_ship() -> str:
     """Return the results of the stages `export` and `benchmark` as a Markdown table."""
     table = pd.read_csv("reports/runtimes.csv")
     shapes = [name.removesuffix(".of_torch") for name in table if name.endswith(".of_torch")]
-    heads = "".join(f" {shape}, ms | × dense in torch | × dense alike |" for shape in shapes)
-    lines = [f"| model | runtime | metric | MB |{heads}", "|---" * (4 + 3 * len(shapes)) + "|"]
+    named = {shape: shape.replace("x", " × ") for shape in shapes}
+    heads = ["model", "runtime", metric_title(), "MB"]
+    heads += [f"{named[shape]}: ÷ original in the same runtime" for shape in shapes]
+    heads += [f"{named[shape]}, ms" for shape in shapes] + [f"{named[shape]}: ÷ original in torch" for shape in shapes]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for _, row in table.iterrows():
-        cells = [row["model"], row["runtime"], f"{row['metric']:.3f}", f"{row['bytes'] / 1e6:.1f}"]
-        for shape in shapes:
-            cells.append(f"{1e3 * row[f'{shape}.seconds']:.1f}")
-            for times in (f"{shape}.of_torch", f"{shape}.of_same"):
-                cells.append(f"{row[times]:.2f} ({row[f'{times}_low']:.2f} to {row[f'{times}_high']:.2f})")
+        name = ORIGINAL if row["model"] == "dense" else row["model"]
+        cells = [name, TITLES[row["runtime"]], metric_cell(row["metric"]), megabytes(row["bytes"])]
+        cells += [_times(row, f"{shape}.of_same") if name != ORIGINAL else "1" for shape in shapes]
+        cells += [rounded(1e3 * row[f"{shape}.seconds"]) for shape in shapes]
+        original = (row["model"], row["runtime"]) == ("dense", "torch")
+        cells += ["1" if original else _times(row, f"{shape}.of_torch") for shape in shapes]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _OF_TORCH])
+
+
+def _times(row: pd.Series, name: str) -> str:
+    return times_cell(Times(median=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"]))
 
 
 def with_multiples() -> list[str]:
@@ -76,16 +92,17 @@ def main() -> None:
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     writes = kind_of(load_task()).running_text
     if not writes:  # the exported graph of a language model also needs a cache as input
-        print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
-    print("## How near to the limit of the products\n", flush=True)
+        text = output_of("quantize_dynamic", *names)
+        print(f"## Against the default `quantize_dynamic`\n\n{text}\n", flush=True)
+    print("## How near to the limit of matrix products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
     for recipe in with_multiples():
-        print(f"## Ranks that this processor likes\n\n{output_of('multiples', recipe)}\n", flush=True)
+        print(f"## Multiples of ranks on this processor\n\n{output_of('multiples', recipe)}\n", flush=True)
     print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
     if writes:
-        print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
-    print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
-    print(f"## Statistics and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
+        print(f"## Text generation\n\n{output_of('generation', *names)}\n", flush=True)
+    print(f"## Time of each step\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
+    print(f"## Calibration statistics and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
 
 
 if __name__ == "__main__":

@@ -108,13 +108,13 @@ def calibration() -> None:
     targets = find_targets(model, batch, include=["*.encoder.*"]).targets
     jobs: dict[str, Callable[[], object]] = {
         "forward and backward": lambda: trained(model, batches),
-        "what kfac reads": lambda: collect(model, batches, targets, KFAC),
-        "what kfac reads, naive": lambda: naively(model, batches, targets, squares=False),
+        "for kfac": lambda: collect(model, batches, targets, KFAC),
+        "for kfac, naive": lambda: naively(model, batches, targets, squares=False),
         "all kinds": lambda: collect(model, batches, targets, STATISTIC_KINDS),
         "inputs, gradients and Fisher, naive": lambda: naively(model, batches, targets, squares=True),
     }
     base, *others = seconds(*jobs.values())
-    print("| statistics | × forward and backward | fastest to slowest |\n|---|---|---|")
+    print("| calibration statistics | time ÷ forward and backward | fastest to slowest |\n|---|---|---|")
     for name, times in zip(list(jobs)[1:], others, strict=True):
         ratios = sorted(own / plain for own, plain in zip(times, base, strict=True))
         print(f"| {name} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |")
@@ -144,8 +144,8 @@ def moments(size: int) -> Tensor:
 
 def decompositions() -> None:
     print(
-        "\n| linear layer | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD "
-        "| loss at rank 192, ÷ Cholesky's - 1 |"
+        "\n| linear layer | decomposition, ms | spectrum alone, ms | Cholesky and SVD, ms | plain SVD, ms "
+        "| loss at rank 192 ÷ Cholesky's − 1 |"
     )
     print("|---|---|---|---|---|---|")
     for out, in_ in SHAPES:
@@ -171,7 +171,7 @@ def main() -> None:
     calibration()
     decompositions()
     batches = f"{BATCHES} batches of {EXAMPLES} examples of {TOKENS} tokens"
-    print(f"\n1 thread, {batches}, medians of {RUNS} rounds, torch {torch.__version__}")
+    print(f"\n1 thread, {batches}, medians of {RUNS} rounds.")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     make run && python -m benchmarks.bfloat16 anchored-0.5 anchored-0.33    # a Markdown table for the study here
 
 No files are written: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. The models are scored on the
-test examples. They are timed in turns with the original model, all in float32 and in bfloat16, with `threads.candidate`
-threads.
+test examples. Runs of all models, in float32 and in bfloat16, are interleaved, with `threads.candidate` threads.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from itertools import product
 import torch
 
 import eckart as eckart  # registers the format of candidates with transformers
+from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, times_cell
 from tasks.artifacts.paths import FINETUNED
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
 from tasks.runtime.stage_runner import quiet
 from tasks.scoring.splits import load_scorer
 from tasks.scoring.timing import in_rounds, in_torch, ratio
@@ -57,15 +58,16 @@ def main() -> None:
     examples, tokens = settings.shapes[0]
     inputs = random_inputs(models["dense", "float32"], examples, tokens)
     taken = in_rounds({way: partial(in_torch, model) for way, model in models.items()}, inputs, settings.repetitions)
-    print("| in bfloat16 | metric | MB in memory | × itself in float32 | × dense in float32 | × dense in bfloat16 |")
+    heads = ["model in bfloat16", metric_title(), "MB in memory", "÷ original in bfloat16"]
+    print(f"| {' | '.join([*heads, '÷ itself in float32', '÷ original in float32'])} |")
     print("|---|---|---|---|---|---|")
     for name in names:
-        others = [(name, "float32"), ("dense", "float32"), ("dense", "bfloat16")]
-        times = [ratio(taken[other], taken[name, "bfloat16"]) for other in others]
-        cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
-        size = models[name, "bfloat16"].get_memory_footprint() / 1e6
-        print(f"| {name} | {scores[name]:.4f} | {size:.1f} | {' | '.join(cells)} |")
-    print(f"\n{threads} thread, {examples} examples of {tokens} tokens, medians of {settings.repetitions} rounds")
+        others = [("dense", "bfloat16"), (name, "float32"), ("dense", "float32")]
+        times = [times_cell(ratio(taken[other], taken[name, "bfloat16"])) for other in others]
+        title, times[0] = (ORIGINAL, "1") if name == "dense" else (name, times[0])
+        size = megabytes(models[name, "bfloat16"].get_memory_footprint())
+        print(f"| {title} | {metric_cell(scores[name])} | {size} | {' | '.join(times)} |")
+    print(f"\n{counted(threads, 'thread')}, {examples} × {tokens}, medians of {settings.repetitions} rounds, in torch.")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
+from benchmarks.cells import ORIGINAL, megabytes, times_cell
 from eckart.calibration.losses import Batch
 from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
@@ -27,6 +28,8 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Threads, section
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
+from tasks.report.rounding import rounded
 from tasks.report.runtimes import TITLES
 from tasks.scoring.timing import ratio
 
@@ -81,7 +84,7 @@ def rows_of(
             others, own_seconds = ([pair[model][place] for pair in timed] for model in (0, 1))
             times = ratio(others, own_seconds)
             shown = [1e3 * median(each) if place == 0 else examples / median(each) for each in (others, own_seconds)]
-            cells += [*map(unit.format, shown), f"{times.median:.2f} × ({times.low:.2f} to {times.high:.2f})"]
+            cells += [*map(unit.format, shown), times_cell(times)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -90,7 +93,8 @@ def files_of(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         exports = Exports.model_validate_json((EXPORTS / f"{name}.json").read_text())
         for title, file in ((TITLES["onnx"], exports.onnx), (TITLES["int8"], exports.int8)):
-            yield f"| {name} | {title} | {file.bytes / 1e6:.1f} | {file.score.metric:.2f} |"
+            model = ORIGINAL if name == "dense" else name
+            yield f"| {model} | {title} | {megabytes(file.bytes)} | {rounded(file.score.metric)} |"
 
 
 def bytes_of_cache(model: PreTrainedModel) -> int:
@@ -116,8 +120,8 @@ def main() -> None:
     exported = [name for name in asked.candidates if (ONNX / name).exists()]
     own = steps("dense", dense, list(ONNX_FILES) if exported else [], threads)
     print(
-        "| candidate | runtime | examples | first token, dense | candidate | as fast "
-        "| tokens a second, dense | candidate | as fast |"
+        "| candidate | runtime | examples | first token: original | candidate | ÷ original "
+        "| tokens per second: original | candidate | ÷ original |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in asked.candidates:
@@ -130,8 +134,8 @@ def main() -> None:
     if exported:
         print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
         print(*files_of(["dense", *exported]), sep="\n")
-    print(f"\n{PROMPT} tokens read, {asked.written} written, {asked.rounds} rounds; {threads} thread")
-    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for each token of each example.")
+    print(f"\n{PROMPT} tokens read, {asked.written} written, {asked.rounds} rounds; {counted(threads, 'thread')}.")
+    print(f"The original model's cache has {bytes_of_cache(dense):,} bytes for each token of each example.")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
 
 SHAPES = [(8, 64), (32, 128)]
 """Numbers of examples and tokens of the inputs."""
@@ -66,7 +67,8 @@ def main() -> None:
     torch.set_num_threads(threads)
     dense = load(TEACHER, auto)[0].eval()
     print(
-        "| candidate | examples × tokens | dense, ms | products | operations left | limit | measured | of the limit |"
+        "| candidate | shape | original, ms | time in products | multiply-accumulates left | limit | measured "
+        "| of the limit |"
     )
     print("|---|---|---|---|---|---|---|---|")
     cases = {shape: random_inputs(dense, *shape) for shape in SHAPES}
@@ -85,10 +87,12 @@ def main() -> None:
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
                 flush=True,
             )
-    for (examples, tokens), measured in shares.items():
-        spread = f"{100 * measured[0]:.0f} to {100 * measured[-1]:.0f} %"
-        print(f"\nProducts of {examples} × {tokens}: median of {ROUNDS} forwards, {spread}.")
-    print(f"\n{threads} thread, torch {torch.__version__}")
+    spreads = [
+        f"{100 * measured[0]:.0f} to {100 * measured[-1]:.0f} % at {examples} × {tokens}"
+        for (examples, tokens), measured in shares.items()
+    ]
+    print("\nThe limit is the speed that a model would have if only its products with weights took less time.")
+    print(f"Time in products over {ROUNDS} forwards: {', '.join(spreads)}. {counted(threads, 'thread')}, in torch.")
 
 
 if __name__ == "__main__":

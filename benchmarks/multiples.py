@@ -4,8 +4,8 @@
 
 `kfac` is a recipe of params.yaml with ranks of kind waterfill. Only its weighting, ranks and storage are used: the
 model is factorized without the recipe's other steps, which do not change shapes. The models run in torch and as
-exported int8 files. They take turns with the original model in the same runtime, with `threads.candidate` threads and
-inputs of the first of `benchmark.shapes`. The column "of the limit" compares with the limit of benchmarks/limit.py.
+exported int8 files. Runs of all models in a runtime are interleaved, with `threads.candidate` threads and inputs of the
+first of `benchmark.shapes`. The column "of the limit" compares with the limit of benchmarks/limit.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.cells import times_cell
 from benchmarks.limit import operations_of_products, share_of_products
 from benchmarks.parts import spectra
 from eckart import onnx
@@ -38,6 +39,7 @@ from tasks.config.schema import Benchmark, Threads, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
 from tasks.runtime.stage_runner import quiet
 from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
 
@@ -105,14 +107,14 @@ def main() -> None:
         share = median(share_of_products(dense, inputs))
         products = [operations_of_products(model, inputs) for model in models]
     title = f"{asked.recipe}, keep {asked.keep:g}: multiple"
-    print(f"| {title} | predicted loss | × dense in torch | of the limit | × dense int8 in int8 |")
+    print(f"| {title} | predicted loss | ÷ original, torch | of the limit | ÷ original's int8, int8 |")
     print("|---|---|---|---|---|")
     for place, (multiple, (_, lost)) in enumerate(zip(MULTIPLES, candidates, strict=True), start=1):
         torchs, int8 = (ratio(times[0], times[place]) for times in (by_torch, by_int8))
         of_limit = torchs.median * (1 - share + share * products[place] / products[0])
-        cells = [f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})" for times in (torchs, int8)]
+        cells = [times_cell(times) for times in (torchs, int8)]
         print(f"| {multiple} | {lost:.5f} | {cells[0]} | {100 * of_limit:.0f} % | {cells[1]} |")
-    print(f"\n{threads} thread, {examples} examples of {tokens} tokens, medians of {settings.repetitions} rounds")
+    print(f"\n{counted(threads, 'thread')}, {examples} × {tokens}, medians of {settings.repetitions} rounds.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 
 Each recipe gathers the statistics that its weighting reads, although a study gathers them once for all recipes. The
-times are medians of three runs in one process, in which the recipes take turns, with `threads.candidate` threads.
+times are medians of three runs in one process, in which the recipes alternate, with `threads.candidate` threads.
 Loading and saving are not included.
 """
 
@@ -35,6 +35,7 @@ from tasks.config.schema import Importance, Threads, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
 
 RUNS = 3
 
@@ -84,7 +85,7 @@ def main() -> None:
     for _ in range(RUNS):
         for recipe in asked.recipes:
             taken[recipe].append(list(seconds(recipe, asked.keep, model, data)))
-    print(f"| recipe, keep {asked.keep:g} | statistics, s | search | factorization | all | fastest to slowest |")
+    print(f"| recipe, keep {asked.keep:g} | statistics, s | search | factorization | total | fastest to slowest |")
     print("|---|---|---|---|---|---|")
     for recipe, runs in taken.items():
         parts = [statistics.median(part) for part in zip(*runs, strict=True)]
@@ -95,7 +96,7 @@ def main() -> None:
             f"{whole[0]:.1f} to {whole[-1]:.1f}",
         ]
         print(f"| {recipe} | {' | '.join(cells)} |")
-    print(f"\n{threads} thread, torch {torch.__version__}")
+    print(f"\n{counted(threads, 'thread')}, medians of {RUNS} runs.")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,17 @@
 Sphinx is called with `--fail-on-warning`, and is nitpicky: a link, an anchor or a name that leads nowhere ends it.
 """
 
+import shutil
+from pathlib import Path
+
+from sphinx.util.matching import patfilter
+
 import eckart
 
 project = "Eckart"
 version = release = eckart.__version__
 copyright = "the maintainers of Eckart; Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "*/README.md", "docs/**"]
@@ -16,6 +21,7 @@ exclude_patterns = [".*", "data/*/", "models/*/", "reports", "workspaces", "site
 
 # Headings have the same anchors as on GitHub. A link to a file that is not a page copies the file into the site.
 myst_heading_anchors = 4
+smartquotes = False  # which would make one dash of two, in --option
 suppress_warnings = ["misc.highlighting_failure"]  # code with … for what is there already
 
 # A name in single backticks in a docstring is a link if the reference has that name. Types of Eckart must lead
@@ -38,25 +44,67 @@ html_theme = "furo"
 html_title = "Eckart"
 html_copy_source = False
 
+# The button of a code block copies the commands without their prompts and without what they print.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# `make links` asks the network for each address. These are on the reader's own machine.
+linkcheck_ignore = [r"https?://(localhost|127\.0\.0\.1|10\.)"]
+
 _BELOW = {
     "docs/index": {
-        "Tutorials": ["docs/tutorials/*"],
-        "How to": ["docs/how-to/*", "examples/README", "studies/README"],
-        "Reference": ["docs/reference/*", "docs/reference/api/index", "data/README", "models/README"],
-        "Explanation": ["docs/explanation/**"],
-        "Results": ["docs/results/index", "docs/results/shipping", "docs/results/papers", "docs/results/benchmarks"],
-        "The project": ["README", "CONTRIBUTING", "CHANGELOG", "docs/notes/*"],
+        "Tutorials": ["docs/tutorials/your-model", "docs/tutorials/*", "examples/README"],
+        "How-to": [
+            *(
+                f"docs/how-to/{name}"
+                for name in ("your-data", "choose-a-size", "export", "serve", "nightly", "promote")
+            ),
+            *(f"docs/how-to/{name}" for name in ("share-and-reproduce", "cluster", "big-models", "extend")),
+            "docs/how-to/*",
+            "studies/README",
+        ],
+        "Reference": [
+            *(f"docs/reference/{name}" for name in ("cli", "params", "report", "tasks", "models", "files")),
+            "docs/reference/*",
+            "docs/reference/api/index",
+        ],
+        "Explanation": [
+            "docs/explanation/how-it-works",
+            "docs/explanation/methods/index",
+            "docs/explanation/statistics",
+            "docs/explanation/*",
+        ],
+        "Results": [
+            "docs/results/index",
+            "docs/results/claims",
+            "docs/results/shipping",
+            "docs/results/papers",
+            "docs/results/benchmarks",
+        ],
+        "Development": ["CONTRIBUTING", "CHANGELOG", "docs/notes/*", "*", "*/README"],
     },
-    "docs/results/index": {"Pages": ["docs/results/*"]},
+    "docs/explanation/methods/index": {"Methods": ["docs/explanation/methods/*"]},
+    "docs/results/index": {"Studies": ["docs/results/*"]},
 }
-"""The navigation: page → captions → the pages below it. A page that is not listed here ends the build, too."""
+"""The navigation: page → captions → the pages below it. A page that is not listed here ends the build, too.
+
+The first pattern that a page matches gives its place; what a pattern names and is not there is left out.
+"""
 
 
-def _navigate(_app, page, content):
+def _navigate(app, page, content):
     """Add the navigation to a page. It is not in the pages themselves, so that they read the same on GitHub."""
-    for caption, pages in _BELOW.get(page, {}).items():
-        paths = "\n".join(f"/{path}" for path in pages)
-        content[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{paths}\n```\n"
+    left = sorted(app.env.found_docs - {page, "docs/index"})
+    if page != "docs/index":  # which alone has pages of several folders
+        above = {name for patterns in _BELOW["docs/index"].values() for name in patterns}
+        left = [name for name in left if name not in above]
+    for caption, patterns in _BELOW.get(page, {}).items():
+        below = []
+        for pattern in patterns:
+            below += patfilter(left, pattern)
+            left = [name for name in left if name not in below]
+        paths = "\n".join(f"/{path}" for path in below)
+        content[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{paths}\n```\n"
 
 
 def _without_type(_app, what, _name, _object, _options, lines):
@@ -66,8 +114,14 @@ def _without_type(_app, what, _name, _object, _options, lines):
 
 
 def _start(app, error):
-    """Write index.html, with which browsers and servers begin. It leads to the first page, whose links are relative."""
-    if not error:
+    """Write index.html, with which browsers and servers begin. It leads to the first page, whose links are relative.
+
+    Also add the drawings that pages name in HTML, of which Sphinx knows nothing.
+    """
+    if not error and app.builder.format == "html":
+        images = Path(app.srcdir, "docs/images")
+        if images.is_dir():
+            shutil.copytree(images, app.outdir / "docs/images", dirs_exist_ok=True)
         (app.outdir / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">\n')
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save
     from eckart.recipe import Recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "load", "recipes", "save"]
 
 

@@ -8,6 +8,11 @@ or say how much accuracy may be lost, instead of a size::
 
     small, report = eckart.compress(model, batches, largest_drop=0.01, score=accuracy)
 
+or compress to several sizes with one pass over the calibration data::
+
+    for small, report in eckart.compress(model, batches, keep=[0.5, 0.33]):
+        print(report, accuracy(small))
+
 The pipeline's stages importance, search and factorize call the same functions with the same recipes. To recover lost
 accuracy, train `small` like any other model, for example with `transformers.Trainer`: the factors are parameters.
 """
@@ -16,12 +21,16 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from statistics import median
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 import transformers
@@ -42,9 +51,10 @@ from eckart.model.census import Census
 from eckart.model.macs import macs
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Targets, find_targets
-from eckart.ranks.budget import NoRank, Rank, cost, largest_rank
+from eckart.progress import Item, Progress, bar
+from eckart.ranks.budget import NoRank, Rank, allowance, cost, largest_rank, ranked_allowance, stored
 from eckart.ranks.search import ChosenRanks, search_ranks
-from eckart.ranks.search_problem import SearchProblem
+from eckart.ranks.search_problem import ByFormula, SearchProblem
 from eckart.recipe import RENAMED, Recipe, complete, contradictions
 from eckart.recipe import recipes as complete_recipes
 
@@ -63,8 +73,8 @@ class CompressedTarget:
         shape: shape `(out, in)` of the layer's dense weight.
         rank: rank of the factors; None if the layer stays dense.
         parameters: (before, after), without biases.
-        predicted_loss: ½ Σ S_k² over the weighted singular values S_k that were cut. With weighting kfac, this predicts
-            how much the loss of an example increases. None if the rank search predicts no loss.
+        predicted_loss: ½ Σ S_k² over the weighted singular values S_k that were cut, in the unit that
+            `Report.loss_unit` names. None if the rank search predicts no loss.
         no_rank: whether the layer stays dense at any keep, because no rank makes it smaller.
     """
 
@@ -86,6 +96,9 @@ class Report:
         parameters: the whole model's number of parameters, (before, after).
         macs: mean multiply-accumulates for an example of the first batch, (before, after).
         scores: the model's score, (before, after); None unless `largest_drop` was given.
+        loss_unit: what the predicted losses measure; the recipe's weighting decides it.
+        seconds: seconds that each part took: statistics, search, factorization, and with `largest_drop` scoring.
+            Several keeps share the statistics. With `largest_drop`, all sizes that were tried count.
     """
 
     targets: Mapping[str, CompressedTarget]
@@ -94,6 +107,8 @@ class Report:
     parameters: tuple[int, int]
     macs: tuple[int, int]
     scores: tuple[float, float] | None
+    loss_unit: str
+    seconds: Mapping[str, float]
 
     @property
     def keep(self) -> float:
@@ -107,23 +122,44 @@ class Report:
         losses = [target.predicted_loss for target in self.targets.values()]
         return None if None in losses else sum(cast("list[float]", losses))
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank of each target layer that was factorized."""
+        return {name: target.rank for name, target in self.targets.items() if target.rank is not None}
+
     def __str__(self) -> str:
+        before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
         dense = [target for target in self.targets.values() if target.rank is None]
         unshrinkable = sum(target.no_rank for target in dense)
+        ranks = sorted(self.ranks.values())
         lines = [
-            f"{len(self.targets)} targets keep {self.keep:.1%} of their parameters; {len(dense)} of them stay dense"
-            + (f", {unshrinkable} because no rank makes them smaller" if unshrinkable else ""),
-            f"model: {self.parameters[0]:,} → {self.parameters[1]:,} parameters, "
-            f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates an example",
-            "of these before: " + ", ".join(f"{count:,} in {name}" for name, count in self.census.rows),
+            ("parameters", f"{_change(self.parameters)}; targets {before:,} → {after:,} ({self.keep:.1%} kept)"),
+            ("MACs", f"{_change(self.macs)} an example"),
+            (
+                "targets",
+                f"{len(self.targets)}: {len(ranks)} factorized, {len(dense)} left dense"
+                + (f" ({unshrinkable} because no rank makes them smaller)" if unshrinkable else ""),
+            ),
         ]
-        if self.census.warning:
-            lines.append(self.census.warning)
+        if ranks:
+            lines.append(("ranks", f"{ranks[0]} / {median(ranks):g} / {ranks[-1]} (minimum / median / maximum)"))
+        others = [f"{count:,} in {name}" for name, count in self.census.rows if name != "targets"]
+        if others:
+            lines.append(("unchanged", "; ".join(others)))
         if self.predicted_loss is not None:
-            lines.append(f"predicted loss, the weighted error that is left: {self.predicted_loss:.4g}")
+            lines.append(("predicted loss", f"{self.predicted_loss:.3g}: {self.loss_unit}"))
         if self.scores is not None:
-            lines.append("score: {:.4g} → {:.4g}".format(*self.scores))
-        return "\n".join(lines)
+            lines.append(("score", "{:.4g} → {:.4g}".format(*self.scores)))
+        lines.append(("seconds", ", ".join(f"{name} {taken:.1f}" for name, taken in self.seconds.items())))
+        if self.census.warning:
+            lines.append(("warning", self.census.warning))
+        lines.append(("next", "fine-tune it like any model (transformers.Trainer), then eckart.save(model, folder)"))
+        return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _change(numbers: tuple[int, int]) -> str:
+    before, after = numbers
+    return f"{before:,} → {after:,} (−{1 - after / before:.1%})" if after < before else f"{before:,} → {after:,}"
 
 
 class Compressed(NamedTuple):
@@ -146,10 +182,46 @@ def recipes() -> dict[str, Recipe]:
     return {name: Recipe.model_validate(parts) for name, parts in complete_recipes().items()}
 
 
+@overload
 def compress(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     keep: float | None = None,
+    recipe: str | Recipe | Mapping[str, Any] = ...,
+    *,
+    largest_drop: float | None = ...,
+    score: Score | None = ...,
+    include: str | Sequence[str] = ...,
+    exclude: str | Sequence[str] = ...,
+    embeddings: bool = ...,
+    tied: bool = ...,
+    loss: Loss | None = ...,
+    seed: int = ...,
+    check: bool = ...,
+) -> Compressed: ...
+
+
+@overload
+def compress(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    keep: Sequence[float],
+    recipe: str | Recipe | Mapping[str, Any] = ...,
+    *,
+    include: str | Sequence[str] = ...,
+    exclude: str | Sequence[str] = ...,
+    embeddings: bool = ...,
+    tied: bool = ...,
+    loss: Loss | None = ...,
+    seed: int = ...,
+    check: bool = ...,
+) -> list[Compressed]: ...
+
+
+def compress(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    keep: float | Sequence[float] | None = None,
     recipe: str | Recipe | Mapping[str, Any] = "anchored",
     *,
     largest_drop: float | None = None,
@@ -161,7 +233,7 @@ def compress(
     loss: Loss | None = None,
     seed: int = 0,
     check: bool = True,
-) -> Compressed:
+) -> Compressed | list[Compressed]:
     """Return a smaller copy of `model` with low-rank factors in place of linear layers.
 
     Example::
@@ -172,14 +244,19 @@ def compress(
         small.save_pretrained("small")  # load it again with from_pretrained, after `import eckart`
 
     `model` itself is not changed. In memory at once are the calibration batches, their statistics (up to in² + out²
-    numbers for each layer) and the model twice, or three times with `largest_drop`. For larger models use the pipeline.
+    numbers for each layer) and the model twice, or three times with `largest_drop`. Each further keep adds its
+    compressed model. For larger models use the pipeline.
+
+    Progress bars show the passes over the calibration data and the targets. They are those of transformers:
+    `transformers.utils.logging.disable_progress_bar()` switches them off.
 
     Args:
         model: a transformers model with the head for its task, on the device that should do the work.
         batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
             at padding), except for recipes such as `svd` and `drone` that need none. For T5 or BART, missing decoder
             inputs are made from the labels.
-        keep: share of the target layers' parameters to keep, in (0, 1]; 0.33 by default.
+        keep: share of the target layers' parameters to keep, in (0, 1]; 0.33 by default. Several keeps, such as
+            `[0.5, 0.33]`, share one set of calibration statistics, and give the models that single calls would give.
         recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run.
         largest_drop: give this instead of `keep` to find the smallest keep, to a hundredth, at which `score` falls by
             no more than this number. The search is a bisection, so it assumes that a smaller keep lowers the score.
@@ -193,7 +270,8 @@ def compress(
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
     Returns:
-        The compressed model and a report; they unpack as a pair.
+        The compressed model and a report; they unpack as a pair. For several keeps, a list of such pairs in the same
+        order.
 
     Raises:
         ValueError: the recipe is unknown or trains before it factorizes; batches or needed labels are missing; nothing
@@ -201,17 +279,24 @@ def compress(
             gradient; the model is quantized, has adapters, or does not survive saving. The message says what to do.
     """
     _check_model(model)
-    _check_goal(keep, largest_drop, score)
+    keeps = _keeps(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
-    problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
+    if isinstance(valid_recipe.ranks, ByFormula):  # before the minutes that the statistics take
+        for share in keeps:
+            ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
+    gathering: defaultdict[str, float] = defaultdict(float)
+    with _timed(gathering, "statistics"):
+        problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
-        small = copy.deepcopy(model)
-        chosen = _compress_in_place(replace(problem, model=small, keep=keep), valid_recipe, data)
+        small, seconds = copy.deepcopy(model), gathering.copy()
+        chosen = _compress_in_place(
+            replace(problem, model=small, keep=keep, progress=_progress(keep)), valid_recipe, data, seconds
+        )
         report = Report(
             targets=_compressed_targets(chosen),
             excluded=targets.excluded,
@@ -219,16 +304,20 @@ def compress(
             parameters=(model.num_parameters(), small.num_parameters()),
             macs=(macs_before, macs(small, data[0]) // batch_size(data[0])),
             scores=None,
+            loss_unit=valid_recipe.weighting.loss_unit,
+            seconds=dict(seconds),
         )
         return Compressed(small, report)
 
-    if largest_drop is None or score is None:
-        compressed = compress_to(0.33 if keep is None else keep)
-    else:
-        compressed = _smallest(compress_to, model, largest_drop, score)
-    if check:
-        hf_format.check_saved(compressed.model, row_of(data[0], 0))
-    return compressed
+    def checked(compressed: Compressed) -> Compressed:
+        if check:
+            hf_format.check_saved(compressed.model, row_of(data[0], 0))
+        return compressed
+
+    if largest_drop is not None and score is not None:
+        return checked(_smallest(compress_to, model, largest_drop, score))
+    results = [checked(compress_to(share)) for share in keeps]
+    return results if isinstance(keep, Iterable) else results[0]
 
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -270,7 +359,15 @@ def _calibrate(
     objective = _objective(model, batches, recipe, kinds, loss)
     messages = [targets.census.warning]
     groups = passes(targets.targets, None) if kinds else []
-    passed = calibrate(model, lambda: batches, groups, kinds, objective.loss, checked=batches, warn=messages.append)
+    passed = calibrate(
+        model,
+        lambda: bar(batches, "Calibration statistics", "batch"),
+        groups,
+        kinds,
+        objective.loss,
+        checked=batches,
+        warn=messages.append,
+    )
     statistics = next(passed, {})
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
@@ -289,23 +386,54 @@ def _calibrate(
     )
 
 
-def _compress_in_place(problem: SearchProblem, recipe: Recipe, batches: Sequence[Batch]) -> ChosenRanks:
-    model, statistics = problem.model, problem.statistics
-    chosen = search_ranks(problem, recipe.ranks, storage=recipe.storage)
-    factorize_model(
-        model, chosen.targets, chosen.ranks, recipe.weighting, statistics, in_order=recipe.sequential, batches=batches
-    )
-    if recipe.storage == "pivoted":
-        pivot(model)
+def _compress_in_place(
+    problem: SearchProblem, recipe: Recipe, batches: Sequence[Batch], seconds: defaultdict[str, float]
+) -> ChosenRanks:
+    """Compress the model of `problem` and add the `seconds` of the search and of the factorization."""
+    model = problem.model
+    with _timed(seconds, "search"):
+        chosen = search_ranks(problem, recipe.ranks, storage=recipe.storage)
+    with _timed(seconds, "factorization"):
+        factorize_model(
+            model,
+            chosen.targets,
+            chosen.ranks,
+            recipe.weighting,
+            problem.statistics,
+            in_order=recipe.sequential,
+            batches=batches,
+            progress=problem.progress,
+        )
+        if recipe.storage == "pivoted":
+            pivot(model)
     hf_format.describe(model)
     return chosen
+
+
+def _progress(keep: float) -> Progress:
+    """Return the progress bar, with `keep` in its description."""
+
+    def shown(items: Iterable[Item], description: str, unit: str) -> Iterable[Item]:
+        return bar(items, f"{description} (keep {keep:.4g})", unit)
+
+    return shown
+
+
+@contextmanager
+def _timed(seconds: defaultdict[str, float], part: str) -> Iterator[None]:
+    """Add the seconds that the context lasts to those of `part`."""
+    start = time.perf_counter()
+    yield
+    seconds[part] += time.perf_counter() - start
 
 
 def _smallest(
     compress_to: Callable[[float], Compressed], dense: PreTrainedModel, largest_drop: float, score: Score
 ) -> Compressed:
     """Find by bisection the smallest keep at which the score is at most `largest_drop` below the score of `dense`."""
-    before = _scored(score, dense)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    with _timed(seconds, "scoring"):
+        before = _scored(score, dense)
     low, high, best = 0.0, 1.0, None
     while best is None or high - low > _PRECISION:
         keep, candidate = (low + high) / 2 if best else high, None  # free the last candidate before the next is made
@@ -314,7 +442,10 @@ def _smallest(
         except NoRank:
             low = keep
             continue
-        after = _scored(score, candidate.model)
+        with _timed(seconds, "scoring"):
+            after = _scored(score, candidate.model)
+        for part in ("search", "factorization"):
+            seconds[part] += candidate.report.seconds[part]
         if after >= before - largest_drop:
             high, best = keep, Compressed(candidate.model, replace(candidate.report, scores=(before, after)))
         elif best is None:
@@ -324,7 +455,7 @@ def _smallest(
             )
         else:
             low = keep
-    return best
+    return Compressed(best.model, replace(best.report, seconds={**best.report.seconds, **seconds}))
 
 
 def _scored(score: Score, model: PreTrainedModel) -> float:
@@ -360,14 +491,28 @@ def _check_model(model: Any) -> None:
     hf_format.check_base(model)
 
 
-def _check_goal(keep: float | None, largest_drop: float | None, score: Score | None) -> None:
+def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, score: Score | None) -> Sequence[float]:
+    """Return the keeps to compress to, after a check of how large the model may become; empty for a largest drop."""
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
         raise ValueError("give a keep, or a largest_drop and the score that measures it")
     if score is not None and not callable(score):
         raise ValueError(f"score={score!r} is no function: give one that takes a model and returns a number")
-    for name, number in (("keep", keep), ("largest_drop", largest_drop)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
-            raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
+    _check_number("largest_drop", largest_drop)
+    if score is not None:
+        return []
+    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
+    keeps = list(cast("Iterable[float]", keep)) if several else [0.33 if keep is None else cast("float", keep)]
+    if not keeps:
+        raise ValueError("keep is empty: give at least one number, such as [0.5, 0.33]")
+    for share in keeps:
+        _check_number("keep", share)
+        allowance([], share)
+    return keeps
+
+
+def _check_number(name: str, number: Any) -> None:
+    if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
+        raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

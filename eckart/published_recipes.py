@@ -15,7 +15,7 @@ class Published(NamedTuple):
 
     title: str
     paper: str | None
-    """Link to the paper; None for our own method."""
+    """Link to the paper; None if there is none, or if the recipe as a whole is ours."""
     parts: Mapping[str, Any]
     """Settings that differ from the defaults; a bare word stands for `{"kind": word}`."""
 
@@ -30,7 +30,9 @@ PUBLISHED: Mapping[str, Published] = {
         {"weighting": "inputs"},
     ),
     "kfac": Published(
-        "K-FAC weighting with waterfilled ranks (ours)", None, {"weighting": "kfac", "ranks": "waterfill"}
+        "K-FAC weighting (as in KFAC-SVD, ICML 2026), waterfilled ranks (ours)",
+        None,
+        {"weighting": "kfac", "ranks": "waterfill"},
     ),
     "anchored": Published(
         "kfac, each layer corrected for the error of earlier ones (ours)",

@@ -43,18 +43,16 @@ class Recipe(BaseModel):
 
     source: Source = Field(
         "teacher",
-        description="model to compress: teacher, the original model; base, the base model, to learn the task meanwhile",
+        description="model to compress. teacher: the original model; base: the base model, which also learns the task",
     )
     shaping: Shaping | None = Field(
-        None, description="training before the factorization, which prunes the weights; null: none"
+        None, description="training that prunes the weights before the factorization; null: none"
     )
     weighting: Weighting = Field(Plain(), description="error that the factorization minimizes")
-    ranks: RankSearch = Field(Uniform(), description="search for the rank of each target within the budget")
-    residual: Residual | None = Field(
-        None, description="part of a target that is stored beside its factors; null: none"
-    )
+    ranks: RankSearch = Field(Uniform(), description="how the rank of each target is chosen within the budget")
+    residual: Residual | None = Field(None, description="what is stored in addition to the factors; null: nothing")
     storage: Storage = Field(
-        "factors", description="form of a target of rank r: factors, r (out + in) parameters; pivoted, r (out + in - r)"
+        "factors", description="form of a target of rank r. factors: r (out + in) parameters; pivoted: r (out + in − r)"
     )
     sequential: InOrder | None = Field(
         None,

@@ -27,6 +27,7 @@ from tasks.config.schema import section
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
+from tasks.runtime.hardware import processor
 from tasks.runtime.stage_runner import run, say
 from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
 
@@ -49,6 +50,8 @@ def benchmark() -> None:
         check_length(dense, tokens, "benchmark.shapes")
     groups = {next((name for name in group if name in exported), group[0]): group for group in _same_shapes(names)}
     results: dict[str, Benchmark] = {}
+    graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    machine = ", ".join(filter(None, (processor(), graphics)))
     for chunk in _chunks(groups):
         for timed, latencies in _latencies(dense, chunk, exported, settings).items():
             for name in groups[timed]:
@@ -56,7 +59,7 @@ def benchmark() -> None:
                 if name not in exported:
                     own = {side: {"torch": runtimes["torch"]} for side, runtimes in latencies.items()}
                 first = next(iter(own["candidate"]["torch"].values()))
-                results[name] = Benchmark(timed=timed, speedup=first.of_torch, latency=own)
+                results[name] = Benchmark(timed=timed, speedup=first.of_torch, latency=own, machine=machine)
             say(f"{', '.join(groups[timed])}: {results[timed].speedup.median:.2f} times as fast as dense")
     BENCHMARKS.write_text(Benchmarks({name: results[name] for name in names}).model_dump_json(indent=2))
 

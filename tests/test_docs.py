@@ -1,4 +1,4 @@
-"""The documents name files that exist, and `make docs` builds all pages without a link or a name that leads nowhere."""
+"""`make docs` builds all pages. Links and names in them lead somewhere; the prose keeps the rules of docs/prose.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import eckart
+from docs import command_line, prose
 from tests.workspace import REPOSITORY
 
 CODE_PATH = re.compile(r"(?<![\w/.-])(?:eckart|tasks|flows|tests|studies|benchmarks|deploy|examples)/[\w./-]*\w")
@@ -27,13 +30,78 @@ def build(folder: Path) -> Path:
 
 def test_every_page_is_there_with_all_that_it_leads_to_and_reads_from_disk(tmp_path: Path) -> None:
     site = build(tmp_path)
-    texts = subprocess.run(["git", "ls-files", "*.md"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    texts = subprocess.run(
+        ["git", "ls-files", "*.md", ":!.github"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     pages = [site / Path(name).with_suffix(".html") for name in texts.stdout.split()]
     assert [page for page in [site / "index.html", *pages] if not page.is_file()] == []
     reference = (site / "docs/reference/api/index.html").read_text()
     assert [name for name in eckart.__all__ if f'id="eckart.{name}"' not in reference] == []
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=\"(?:https?:)?//")
     assert [page for page in site.rglob("*.html") if fetched.search(page.read_text())] == []
+    shown = re.compile(r"<(?:img|source|script)[^>]+(?:src|srcset)=\"([^\"?#:]+)")
+    absent = [
+        f"{page.relative_to(site)}: {name}"
+        for page in site.rglob("*.html")
+        for name in shown.findall(page.read_text())
+        if not (page.parent / name).exists()
+    ]
+    assert absent == []
+
+
+def test_the_page_of_the_command_line_is_that_of_the_commands() -> None:
+    assert (REPOSITORY / "docs/reference/cli.md").read_text() == command_line.page(), "run `make docs`"
+
+
+def test_prose_is_short_spelled_right_and_leads_somewhere() -> None:
+    assert prose.findings() == []
+
+
+LONG = "We " + "very " * 40 + "much agree.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "docs/how-to/a.md",
+            LONG,
+            "docs/how-to/a.md:1: a sentence of 43 words: We very very very very very very very …",
+        ),
+        ("docs/tutorials/a.md", f"# A\n\n- {'X' * 119}\n", "docs/tutorials/a.md:3: a line of 121 characters"),
+        ("docs/notes/a.md", "Wellknown words.\n", "docs/notes/a.md:1: unknown word: Wellknown"),
+        ("docs/notes/a.md", "The colour.\n", "docs/notes/a.md:1: unknown word: colour"),
+        ("docs/notes/a.md", "[here](https://nowhere)\n", "docs/notes/a.md:1: not an address: https://nowhere"),
+        ("README.md", '<img src="no.svg">\n', "README.md:1: there is no file no.svg"),
+    ],
+)
+def test_prose_that_breaks_a_rule_is_named_by_path_and_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert prose.findings(tmp_path) == [message]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"`{'a ' * 50}`\n",
+        f"```\n{'qwertz ' * 60}\n```\n",
+        f"| {'a word | ' * 40}\n|{'---|' * 40}\n",
+        "See [the docs](https://example.org/colour), `colour` and SmolLM2's files/colour.txt, e.g. one\nand Qwertz.\n",
+        "Low-rank models: they're re-trained, model's weights and models' sizes (that is all).\n",
+    ],
+)
+def test_code_tables_names_and_addresses_break_no_rule(tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert prose.findings(tmp_path) == []
+
+
+def test_own_words_are_sorted_and_not_in_the_dictionary() -> None:
+    words = (REPOSITORY / "docs/words.txt").read_text().split()
+    assert words == sorted({*words}, key=str.lower)
+    assert [word for word in words if prose.in_dictionary(word)] == []
 
 
 def documents() -> dict[str, str]:

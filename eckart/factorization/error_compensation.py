@@ -14,8 +14,8 @@ because the first term still does not depend on Ŵ.
 On a chain of linear layers without biases W* = W, because the error of a weighted SVD on its inputs is orthogonal to
 the outputs that the factors keep. So corrections only matter with residual connections, biases or nonlinear functions.
 
-Source: ours in this form. AA-SVD, SAES-SVD and the error compensation M of PIFA (Zhao et al., ICML 2025) are one-sided
-forms that start from the original model's outputs.
+Related: AA-SVD, SAES-SVD and the error compensation M of PIFA (Zhao et al., ICML 2025) also start from the original
+model's outputs, with a weighting of one side. Ours is the weighting of both sides together with the anchor.
 
 Biases are kept. Embeddings are not corrected, because their inputs, token ids, do not change. Targets that stay dense
 are corrected like targets of full rank. The two layers of a product are corrected one by one.

@@ -37,6 +37,7 @@ from eckart.factorization.layerwise_forward import layerwise_forward
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.targets import Product, Target, Tied, weight_of
+from eckart.progress import Progress, silent
 from eckart.ranks.budget import Ranks
 
 
@@ -49,7 +50,7 @@ class InOrder(BaseModel):
         0.5, ge=0, le=1, description="share of the earlier layers' error that each target corrects; 0: none"
     )
     ridge: float = Field(
-        0.1, gt=0, description="weight λ that holds a target to its weights, in units of its inputs' mean square"
+        0.1, gt=0, description="weight λ of the pull to the original weights, in units of the inputs' mean square"
     )
 
 
@@ -63,6 +64,7 @@ def factorize_model(
     in_order: InOrder | None = None,
     batches: Iterable[Batch] = (),
     residual: bool = False,
+    progress: Progress = silent,
 ) -> None:
     """Factorize all targets as a recipe asks for: with `factorize_in_order` if `in_order` is given, else at once.
 
@@ -70,11 +72,13 @@ def factorize_model(
         batches: calibration data; only needed for the factorization in order.
         in_order: settings of the factorization in order of execution; None: use `factorize_at_once`.
         residual: as in `factorize_at_once`; ignored with `in_order`.
+        progress: shows how far the factorization has come.
     """
     if in_order:
-        factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order)
+        factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order, progress)
     else:
-        factorize_at_once(model, targets, ranks, weighting, statistics, residual)
+        shown = progress(targets, "Factorization", "target")
+        factorize_at_once(model, shown, ranks, weighting, statistics, residual)
 
 
 def factorize_at_once(
@@ -129,6 +133,7 @@ def factorize_in_order(
     statistics: Statistics,
     batches: Iterable[Batch],
     order: InOrder,
+    progress: Progress = silent,
 ) -> None:
     """Factorize targets in order of execution, each with statistics of the inputs that it gets after the earlier ones.
 
@@ -143,6 +148,7 @@ def factorize_in_order(
         ranks: target name → rank; None leaves the target dense.
         statistics: statistics of the original model.
         batches: calibration data: model inputs, each tensor `(batch, …)`.
+        progress: shows how far the factorization has come, in groups of targets with the same input.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
@@ -158,7 +164,7 @@ def factorize_in_order(
         if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
     )
     with layerwise_forward(model, groups, batches, dense) as forward:
-        for group in groups:
+        for group in progress(groups, "Factorization in order", "step"):
             current = {**statistics, **forward.advance_to(group)}
             if dense:
                 dense.keep(group)

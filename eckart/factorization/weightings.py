@@ -42,6 +42,11 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class _Weighting(Method):
+    loss_unit: ClassVar[str] = "half the weighted squared error"
+    """Name of what a predicted loss measures: half the squared norm of a target's error."""
+    predicts_loss: ClassVar[bool] = False
+    """Whether it estimates how much the task's loss rises, so that a measured loss can be compared with it."""
+
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
         return ()
@@ -54,7 +59,11 @@ class _Weighting(Method):
 class Plain(_Weighting):
     """No weighting: all entries of W weigh the same, so the decomposition is a plain SVD."""
 
-    kind: Literal["none"] = Field("none", description="error of the weights, every entry of W alike (plain SVD)")
+    loss_unit = "half the squared error of the weights"
+
+    kind: Literal["none"] = Field(
+        "none", description="error of the weights; every entry of W counts the same (plain SVD)"
+    )
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
@@ -66,6 +75,8 @@ class ByScores(_Weighting):
     Columns have scores with axis `input`, rows with axis `output`. FWSVD (Hsu et al., ICLR 2022) has one score for each
     row of W in y = xW. These rows belong to inputs, so this is axis `input`.
     """
+
+    loss_unit = "half the squared error of the weights, weighted by their scores"
 
     kind: Literal["fisher", "taylor"] = Field(
         description="error of the weights, each input or output of W weighted by its Fisher (FWSVD) or Taylor (IWSVD) "
@@ -87,6 +98,8 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
+    loss_unit = "half the squared error of the layer's outputs, per example"
+
     kind: Literal["inputs"] = Field(
         "inputs", description="error of the layer's outputs on the calibration inputs (DRONE)"
     )
@@ -101,6 +114,8 @@ class Movement(_Weighting):
     """Weighting: minimize the error W − Ŵ, each row weighted by its score in the pruning (LPAF, section 4.2)."""
 
     reads_shaping = True
+
+    loss_unit = "half the squared error of the weights, weighted by their scores"
 
     kind: Literal["movement"] = Field(
         "movement", description="error of the weights, each output of W weighted by its score in the pruning (LPAF)"
@@ -121,7 +136,14 @@ class Kfac(_Weighting):
     """Weighting: minimize the second-order increase of the loss, estimated with the Kronecker factors C_in and C_out.
 
     These are the factors of the empirical Fisher (K-FAC). The squared norm is twice the increase.
+
+    This weighting is published. KFAC-SVD (LEMS, ICML 2026) is the same two-sided whitening by Kronecker factors, token
+    by token. IO-SVD (arXiv 2605.15626) whitens both sides from the second order of the KL divergence. GFWSVD was before
+    both.
     """
+
+    loss_unit = "increase of the loss per example"
+    predicts_loss = True
 
     kind: Literal["kfac"] = Field(
         "kfac", description="increase of the loss to second order, by both Kronecker factors of the Fisher (K-FAC)"
@@ -130,7 +152,7 @@ class Kfac(_Weighting):
         0.0,
         ge=0,
         lt=1,
-        description="share of the gradients' second moment that is spread evenly over the outputs; 0.1 suits few "
+        description="share of the gradients' second moment that is spread evenly over the outputs; try 0.1 with few "
         "calibration examples",
     )
 
@@ -164,6 +186,8 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 
 class FisherInputs(_Weighting):
     """Weighting (ours): minimize the output error on the calibration inputs; a Fisher score weighs each output."""
+
+    loss_unit = "half the squared error of the layer's outputs, weighted by their Fisher scores"
 
     kind: Literal["fisher_inputs"] = Field(
         "fisher_inputs", description="error of the layer's outputs, each weighted by its Fisher score"

@@ -81,14 +81,14 @@ class Hypernetwork(Optimization, Method):
         10.0, ge=0, description="weight γ of R_align, which makes masks keep the largest singular values; 0: none"
     )
     alignment_values: Literal["raw", "normalized"] = Field(
-        "raw", description="singular values in R_align: raw, as in the paper; normalized, to norm 1 in each target"
+        "raw", description="singular values in R_align. raw: as in the paper; normalized: to norm 1 in each target"
     )
     temperature: float = Field(0.4, gt=0, description="temperature τ of the masks")
     offset: float = Field(3.0, description="offset b of the masks; at 3 the search starts at full rank")
     hypernetwork: bool = Field(True, description="false: train the masks themselves, without a network")
     selection: Literal["ranks", "elements"] = Field(
         "ranks",
-        description="ranks: a mask with r ones keeps the r largest singular values; elements: those at the ones",
+        description="what a mask with r ones keeps. ranks: the r largest singular values; elements: those at the ones",
     )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition, spectrum
 from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.targets import Product, Target, weight_of
+from eckart.progress import Progress, silent
 from eckart.ranks.budget import Ranks
 from eckart.recipe_parts import Method
 from eckart.training.optimizer_settings import Optimization
@@ -53,12 +54,14 @@ class SearchProblem(Problem):
         train: runs the training loop, for searches that train.
         calibration: function of a number n that returns the first n calibration examples in batches, or all if there
             are fewer. Afterwards the model is on the device of these batches.
+        progress: shows how far the search has come.
     """
 
     weighting: Weighting
     statistics: Statistics
     train: Train
     calibration: Callable[[int], Sequence[Batch]]
+    progress: Progress = field(default_factory=lambda: silent)  # not the function itself, which would be a method
 
     def spectra(self) -> Spectra:
         """Return the weighted singular values of every target's current weight.
@@ -66,7 +69,8 @@ class SearchProblem(Problem):
         Raises:
             ValueError: a weight or its statistics cannot be decomposed; the message names the target.
         """
-        return {target.name: self._spectrum(target) for target in self.targets}
+        targets = self.progress(self.targets, "Singular values", "target")
+        return {target.name: self._spectrum(target) for target in targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
         """Return the weighted decomposition of every target's current weight: target name → decomposition.
@@ -76,7 +80,7 @@ class SearchProblem(Problem):
         """
         return {
             target.name: decompose_target(self.model, target, self.weighting, self.statistics)
-            for target in self.targets
+            for target in self.progress(self.targets, "Decompositions", "target")
         }
 
     def _spectrum(self, target: Target) -> Tensor:

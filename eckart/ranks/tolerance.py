@@ -41,6 +41,7 @@ from eckart.factorization.weightings import Weighting
 from eckart.model.layers import set_weight
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Product, Target
+from eckart.progress import Progress, silent
 from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
@@ -67,13 +68,13 @@ class Tolerance(Method):
     increase: float | None = Field(
         None,
         gt=0,
-        description="allowed relative increase r of the loss (0.1: 10 %); null: the least with which keep is met",
+        description="allowed relative increase r of the loss (0.1: 10 %); null: the smallest that meets keep",
     )
-    grid: int = Field(4, ge=1, description="ranks that are tried for each target")
+    grid: int = Field(4, ge=1, description="number of ranks to try for each target")
     examples: int = Field(64, ge=1, description="maximum number of calibration examples on which the loss is measured")
     times: Literal["macs", "measured"] = Field(
         "macs",
-        description="how r is divided among targets: macs, by multiply-accumulates; measured, by seconds, so "
+        description="how r is divided among targets. macs: by multiply-accumulates; measured: by seconds, so "
         "that results differ from run to run",
     )
 
@@ -95,6 +96,7 @@ class Tolerance(Method):
             problem.weighting,
             loss=problem.objective.loss,
             calibration_loss=problem.objective.calibration_loss,
+            progress=problem.progress,
         )
         return SearchResult(ranks, changed=True)
 
@@ -108,6 +110,7 @@ def tolerated_ranks(
     weighting: Weighting,
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
+    progress: Progress = silent,
 ) -> Ranks:
     """Return ranks within `keep`, and replace the weight of every factorized target by its approximation of that rank.
 
@@ -122,6 +125,7 @@ def tolerated_ranks(
         batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
         loss: function that returns the sum of the losses of a batch's examples, by which ranks are judged.
         calibration_loss: loss for gradient statistics; by default `loss`.
+        progress: shows how far each walk over the targets has come.
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
@@ -133,7 +137,7 @@ def tolerated_ranks(
     if not batches:
         raise ValueError("there is no calibration example: raise data.sizes.calibration")
     with eval_mode(model):
-        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss)
+        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss, progress)
         try:
             if settings.increase is None:
                 return walks.meet(keep)
@@ -224,10 +228,13 @@ class _Walks:
         weighting: Weighting,
         loss: Loss,
         calibration_loss: Loss,
+        progress: Progress,
     ) -> None:
         self.model = model
         self.sum_of_losses = loss
         self.calibration_loss = calibration_loss
+        self.progress = progress
+        self.walked = 0
         self.targets = tuple(targets)
         self.changed: dict[str, list[Tensor]] = {}
         """Target name → the parameters that its approximation changes: its weight, or for a product, weight and bias of
@@ -312,7 +319,8 @@ class _Walks:
         self.gathered = None
         walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.loss
         allowed = allowed_increases(self.times, increase)
-        for target in self.targets:
+        self.walked += 1
+        for target in self.progress(self.targets, f"Ranks, pass {self.walked}", "target"):
             bound *= 1 + allowed[target.name]
             walk.ranks[target.name] = self._settle(target, bound, walk.losses)
             if total(self.targets, walk.ranks) > budget:

@@ -22,9 +22,10 @@ class Uniform(ByFormula):
 
     by_size = True
 
-    kind: Literal["uniform"] = Field("uniform", description="the same for every target")
+    kind: Literal["uniform"] = Field("uniform", description="the same share or rank for every target")
     by: Literal["share", "rank"] = Field(
-        "share", description="share: every target keeps the same share of its parameters; rank: the same rank"
+        "share",
+        description="share: every target keeps the same share of its parameters; rank: every target gets the same rank",
     )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:

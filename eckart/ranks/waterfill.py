@@ -1,4 +1,7 @@
-"""Waterfill (ours): a rank search that spends each parameter of the budget where it saves the most predicted loss.
+"""Waterfill: a rank search that spends each parameter of the budget where it saves the most predicted loss.
+
+Related: ARA allocates ranks with the dense layer as a choice, too. Ours are the budget in units of loss, and the hull
+over dense, factors and pivots.
 
 A target at rank r costs as many parameters as its storage needs, and its predicted loss is ½ Σ_{k>r} S_k², with S its
 weighted singular values. Dense, it costs out · in and loses nothing. A move takes a target to any higher rank, or makes
@@ -46,7 +49,7 @@ class Waterfill(ByFormula):
         "waterfill", description="spends the budget where a parameter saves the most predicted loss"
     )
     multiple: PositiveInt = Field(
-        8, description="ranks are multiples of this number, or 1; many processors are slower with other sizes"
+        8, description="ranks are multiples of this number, or 1; 8 is faster on many processors"
     )
     embedding_price: PositiveFloat = Field(
         1.0,

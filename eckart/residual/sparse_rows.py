@@ -45,7 +45,7 @@ class SparseRows(Method):
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
 
     kind: Literal["sparse_rows"] = Field(
-        "sparse_rows", description="rows of the rest W − Ŵ, of which training prunes some (LoSparse)"
+        "sparse_rows", description="rows of the remainder W − Ŵ; training prunes some of them (LoSparse)"
     )
     low_rank: float = Field(
         0.1, ge=0, le=1, description="share of the budget for the factors; 0: pruning only, 1: factors only"
@@ -56,7 +56,7 @@ class SparseRows(Method):
     window: int | None = Field(
         None,
         ge=1,
-        description="steps between two prunings, in which pruned rows may come back; null: every step",
+        description="steps between two rounds of pruning; pruned rows may come back between them; null: every step",
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:

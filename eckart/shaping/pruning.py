@@ -6,7 +6,7 @@ The paper uses first-order scores, because they tend to empty whole rows, so tha
 magnitudes do not (its section 3). `sensitivity` is the same product without its sign. It is in a draft in the paper's
 source but not in its text (choice, for our use). Signed scores prune weights that training moved towards zero, however
 large they are. In our short trainings, that leaves the model at chance level, whether it starts from the pre-trained
-model, as in the paper, or from the fine-tuned one (docs/methods.md).
+model, as in the paper, or from the fine-tuned one (docs/explanation/methods/lpaf.md).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Pruning(Optimization, Method):
     steps: int = Field(60, ge=1, description="optimizer steps")
     score: Literal["first_order", "sensitivity", "zero_order"] = Field(
         "sensitivity",
-        description="score of a weight w with gradient g: first_order, Σ −g w over the steps, as in the paper; "
-        "sensitivity, Σ |g w| over the steps; zero_order, |w|",
+        description="score of a weight w with gradient g. first_order: Σ −g w over the steps, as in the paper; "
+        "sensitivity: Σ |g w| over the steps; zero_order: |w|",
     )
     remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
         (0.5, 0.25, 0.1),

@@ -41,6 +41,7 @@ from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.names import candidate_of, recipe_and_keep, stage_name
+from tasks.artifacts.paths import CONTROL_EXPORT
 from tasks.report.choose_candidate import CHOICE, Chosen
 
 log = logging.getLogger(__name__)
@@ -325,7 +326,7 @@ class Mirror:
         outcomes = list(self._outcomes.values())
         counts = Counter(outcome.status.lower() for outcome in outcomes)
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
-        dense = _numbers([outcome for outcome in outcomes if outcome.stage == "dense"])
+        dense = _numbers([outcome for outcome in outcomes if outcome.stage in ("dense", "export_dense")])
         numbers |= dense
         tags = {"dvc.key": key_of(outcomes)} if complete else {}
         if chosen := _chosen(outcomes):
@@ -442,6 +443,7 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
                 own = report[candidate] if outcome.stage == _TIMES else report
                 values = flatten({name: value for name, value in own.items() if name != "targets"})
                 prefix = "dense." if outcome.stage in ("dense", "export_dense") else ""
+                prefix += "control." if Path(path).stem == CONTROL_EXPORT else ""
                 numbers |= {prefix + name: value for name, value in values.items() if isinstance(value, int | float)}
     return numbers
 

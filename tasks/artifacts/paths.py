@@ -21,7 +21,9 @@ SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
 ONNX = Path("models/onnx")
-"""Folder of the exported models. Its folders, one for each exported candidate and `dense`, hold ONNX_FILES."""
+"""Folder of the exported models: one folder for each exported candidate, `dense` and the control, with ONNX_FILES."""
+CONTROL_EXPORT = "control"
+"""Name of the exported control, beside `dense` and the names of candidates."""
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
 EXPORTS = Path("reports/onnx")
 CARDS = Path("reports/cards")

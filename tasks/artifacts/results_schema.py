@@ -174,6 +174,8 @@ class Benchmark(Result):
     speedup: Times
     """Speedup in torch over the original model in torch, at the first shape."""
     latency: Latencies
+    machine: str = ""
+    """Names of the processor and, if it has one, the GPU of the machine that timed it."""
 
 
 class Benchmarks(RootModel[dict[str, Benchmark]]):

@@ -1,4 +1,4 @@
-"""Write the output of `eckart params` and the page docs/reference/params.md from the descriptions in the types of params.yaml.
+"""Write the output of `eckart params`, and docs/reference/params.md, from the descriptions in the types of params.yaml.
 
 `python -m tasks.config.reference` prints the page.
 """
@@ -123,25 +123,28 @@ def page() -> str:
         "",
         "<!-- Written by `make docs` from the types; edits are overwritten. -->",
         "",
-        "`params.yaml` states what differs from these defaults; `eckart params` prints all of it as resolved, and",
-        "`eckart params recipes.kfac` a part. `study.name`, `study.recipes`, `study.keeps` and `export.recipes` are",
-        "required. A bare word stands for a kind: `weighting: inputs` is `weighting: {kind: inputs}`.",
+        "`params.yaml` states what differs from these defaults. It must have `study.name`, `study.recipes`,",
+        "`study.keeps` and `export.recipes`. `eckart params` prints all parameters of a study, and",
+        "`eckart params recipes.kfac` a part of them.",
+        "",
+        "Where a parameter has a `kind`, one word is enough: `weighting: inputs` means `weighting: {kind: inputs}`.",
     ]
     for name, field in Params.model_fields.items():
         if name not in ("recipes", "recovery"):
             inner = _inner(Params, name)
             lines += ["", f"## {name}", "", f"{_sentence(field.description)}", ""]
             lines += _table(inner[0]) if inner else [f"Default: `{_flow(field.default)}`."]
-    lines += ["", "### A goal of study.goals", "", *_table(Goal)]
+        if name == "study":
+            lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
-    lines += ["", "The parts of a recipe:", "", *_table(Recipe)]
-    lines += ["", "Where `sequential` is not null:", "", *_table(InOrder)]
+    lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]
+    lines += ["", "Keys of `sequential`:", "", *_table(InOrder)]
     for name, family in _FAMILIES.items():
         lines += ["", f"## {name}", "", f"{_sentence(Recipe.model_fields[name].description)}"]
         for method in models_in(family):
             kinds = " or ".join(f"`{kind}`" for kind in kinds_of(method))
             lines += ["", f"{kinds}: {method.model_fields['kind'].description}.", "", *_table(method)]
-    lines += ["", "Where `distillation` is not null:", "", *_table(Distillation)]
+    lines += ["", "Keys of `distillation`:", "", *_table(Distillation)]
     return "\n".join(line for place, line in enumerate(lines) if line or lines[place - 1]) + "\n"
 
 
@@ -155,7 +158,7 @@ def _built_in() -> list[str]:
         f"| `{_flow(dict(recipe.parts))}` |"
         for name, recipe in PUBLISHED.items()
     ]
-    return ["| built in | method | what differs from the defaults |", "|---|---|---|", *rows]
+    return ["| built-in recipe | method | what differs from the defaults |", "|---|---|---|", *rows]
 
 
 def _table(model: type[BaseModel]) -> list[str]:

@@ -1,7 +1,7 @@
 """Types of the sections of params.yaml. Each field has its default and its description, with the unit.
 
-`eckart params` and the page docs/reference/params.md print these descriptions. The types of `recipes` are in eckart/recipe.py, so
-that stages that read no recipe do not depend on them.
+`eckart params` and the page docs/reference/params.md print these descriptions. The types of `recipes` are in
+eckart/recipe.py, so that stages that read no recipe do not depend on them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Study(Section):
         description="recipes to run; every recipe at every keep is a candidate"
     )
     keeps: Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
-        description="parameter ratios to run: share of the target layers' parameters that is kept, above 0 and up to 1"
+        description="parameter ratios to run, from 0 to 1: the share of the target layers' parameters that is kept"
     )
     goals: tuple[Goal, ...] = Field(
         (),
@@ -132,20 +132,22 @@ class Study(Section):
     )
     control: str | None = Field(
         None,
-        description="recipe whose fine-tuning the original model also gets, for comparison; null: the first that can",
+        description="recipe whose fine-tuning the control gets; null: the first whose fine-tuning suits a dense model",
     )
 
 
 class Columns(Section):
-    text: str = Field("text", description="column of the input text, or of the first of two (docs/tasks.md)")
-    text_pair: str | None = Field(None, description="column of the second text, if there is one")
+    text: str = Field("text", description="column of the text, or of the first of two texts")
+    text_pair: str | None = Field(None, description="column of the second text; null: there is none")
     label: str | None = Field("label", description="column of the labels; null for language modeling")
 
 
 class Splits(Section):
     train: str = Field("train", description="name of the training split in the source")
-    validation: str | None = Field(None, description="name of the validation split; null: taken out of train")
-    test: str | None = Field(None, description="name of the test split; null: taken out of train")
+    validation: str | None = Field(
+        None, description="name of the validation split; null: taken from the training split"
+    )
+    test: str | None = Field(None, description="name of the test split; null: taken from the training split")
 
     def named(self) -> dict[Given, str]:
         """Return split → its name in the source, without the splits that are taken out of train."""
@@ -154,13 +156,15 @@ class Splits(Section):
 
 
 class Shares(Section):
-    validation: PartialShare = Field(0.15, description="share of train that becomes validation, if that has no split")
-    test: PartialShare = Field(0.2, description="share of train that becomes test, if that has no split")
+    validation: PartialShare = Field(
+        0.15, description="share of the training split that becomes validation, if splits.validation is null"
+    )
+    test: PartialShare = Field(0.2, description="share of the training split that becomes test, if splits.test is null")
 
 
 class Sizes(Section):
     train: Count = Field(
-        3000, description="maximum number of training examples; for language modeling, of blocks of max_length tokens"
+        3000, description="maximum number of training examples, or of blocks of max_length tokens for language modeling"
     )
     validation: Count = Field(1000, description="maximum number of validation examples")
     test: Count = Field(2000, description="maximum number of test examples")
@@ -175,17 +179,17 @@ class Data(Section):
     config: str | None = Field(None, description="configuration of a data set on the hub, such as sst2")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
     splits: Splits = Field(Splits(), description="names of the splits in the source")
-    shares: Shares = Field(Shares(), description="shares of train that become the splits that the source lacks")
+    shares: Shares = Field(Shares(), description="sizes of the splits that are taken from the training split")
     columns: Columns = Field(Columns(), description="columns to read")
-    task: TaskName = Field("classification", description="NLP task; docs/reference/tasks.md lists all")
-    metric: MetricName = Field(
-        "accuracy", description="metric of the comparison; docs/reference/tasks.md lists those of each task"
-    )
+    task: TaskName = Field("classification", description="kind of NLP task, from docs/reference/tasks.md")
+    metric: MetricName = Field("accuracy", description="metric that ranks candidates, from docs/reference/tasks.md")
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")
-    target_length: Count | None = Field(None, description="maximum number of tokens in a summary (summarization only)")
+    target_length: Count | None = Field(
+        None, description="maximum number of tokens in a summary; for summarization only"
+    )
     prefix: str | None = Field(
-        None, description='text before each document, such as "summarize: "; "": none; for summarization only'
+        None, description='text put before each document, such as "summarize: "; null: none; for summarization only'
     )
     stride: Count | None = Field(
         None, description="tokens by which the windows of a long context overlap; for question answering only"
@@ -201,14 +205,12 @@ class Check(Section):
     label_range: Range | None = Field(
         None, description="smallest and largest valid label, such as [0.0, 5.0]; for regression only"
     )
-    largest_doubled: Fraction | None = Field(
-        0.2, description="maximum share of a split's examples whose text repeats an earlier one"
-    )
+    largest_doubled: Fraction | None = Field(0.2, description="maximum share of duplicates in a split")
     largest_leaked: Fraction | None = Field(
-        0.2, description="maximum share of validation or test examples whose text is also in another split"
+        0.2, description="maximum share of validation or test examples that are also in another split"
     )
     largest_lost: Fraction | None = Field(
-        0.2, description="maximum loss of training examples since the champion, as a share of the champion's number"
+        0.2, description="maximum decrease in the number of training examples since the champion, as a share"
     )
     largest_shift: Fraction | None = Field(
         0.1,
@@ -216,9 +218,12 @@ class Check(Section):
     )
     largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
         0.6,
-        description="maximum change of the texts since the champion, beyond chance (AUC of a classifier; 0.5: none)",
+        description="maximum change of the texts since the champion, beyond chance: AUC of a classifier that separates "
+        "old from new texts; 0.5: none",
     )
-    drift_examples: Count = Field(5000, description="maximum number of old, and of new, texts for that classifier")
+    drift_examples: Count = Field(
+        5000, description="maximum number of old texts, and of new texts, for that classifier"
+    )
 
 
 class Model(Section):
@@ -246,11 +251,15 @@ class Training(Section):
 
 
 class Trainer(Section):
-    precision: Literal["bf16"] | None = Field(None, description="bf16: mixed precision; null: the type of the weights")
+    precision: Literal["bf16"] | None = Field(
+        None, description="bf16: mixed precision; null: the precision of the weights"
+    )
     checkpoint_activations: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
-    processes: Count = Field(1, description="processes, each on its own GPU, that share the examples of a step")
+    processes: Count = Field(
+        1, description="number of training processes, each on its own GPU; they share the examples of a step"
+    )
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for `train` (tasks/training/loop.py)."""
@@ -266,10 +275,10 @@ class TargetPatterns(Section):
     )
     tied: bool = Field(False, description="also factorize an embedding and the head that shares its weight, together")
     unsampled: bool = Field(
-        False, description="also factorize layers whose inputs are not examples; they have no calibration statistics"
+        False, description="also factorize layers whose inputs belong to no token or example; they have no statistics"
     )
     products: bool = Field(
-        False, description="factorize the product of query and key instead of each of them (DRONE, section 3.2)"
+        False, description="factorize the product of query and key weights, instead of each (DRONE, section 3.2)"
     )
 
 
@@ -282,12 +291,13 @@ class Importance(Section):
     )
     labels: Labels = Field(
         "given",
-        description="labels for the gradients: given, those of the data; expected, all classes, weighted by the "
-        "model's probabilities; drawn, one class drawn with these probabilities",
+        description="labels for the gradients. given: from the data; drawn: sampled from the model's probabilities; "
+        "expected: all classes, weighted by these probabilities",
     )
     batch_size: Count = Field(32, description="examples in each forward pass; changes the statistics by rounding only")
     layers_at_once: Count | None = Field(
-        None, description="layers whose statistics are gathered in one pass; fewer: less memory, more passes; null: all"
+        None,
+        description="layers whose statistics are gathered in one pass; fewer: less memory, more passes; null: all",
     )
     offload_activations: bool = Field(
         False, description="keep activations for the backward pass in CPU memory, for GPUs with little memory"
@@ -297,13 +307,13 @@ class Importance(Section):
 class Evaluate(Section):
     batch_size: Count = Field(64, description="examples in each forward pass")
     zero_shot: tuple[str, ...] = Field(
-        (), description="lm-eval tasks for a language model, such as [piqa, arc_easy]; needs the extra lm-eval"
+        (), description="zero-shot tasks for a language model, such as [arc_easy, arc_challenge]; needs eckart[lm-eval]"
     )
     probes: NonNegativeInt = Field(
-        16, description="validation examples for measuring the loss when one target alone is factorized; 0: none"
+        16, description="validation examples on which each target is factorized alone, to measure its loss; 0: none"
     )
     continuation: NonNegativeInt = Field(
-        32, description="tokens that a language model reads, then writes, in three samples of test text; 0: no samples"
+        32, description="tokens that a language model reads, then writes, in each of three samples; 0: no samples"
     )
 
 
@@ -316,10 +326,10 @@ class Export(Section):
 class Benchmark(Section):
     shapes: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)] = Field(
         ((8, 64), (1, 16)),
-        description="sizes of the timed forward passes, [examples, tokens]; tables and limits use the first",
+        description="input shapes to time, as [examples, tokens]; tables and limits use the first",
     )
     repetitions: Annotated[int, Field(ge=6)] = Field(
-        20, description="rounds, in each of which every model runs once; 6 or more, for a confidence interval"
+        20, description="rounds of timing; every model runs once in each. A confidence interval needs 6"
     )
 
 
@@ -336,7 +346,8 @@ class Limits(Section):
     largest_drop: NonNegativeFloat = Field(0.01, description="maximum drop of data.metric from the original model")
     standard_errors: NonNegativeFloat = Field(
         1.0,
-        description="standard errors by which a metric may miss largest_drop or least_gain, up to largest_drop",
+        description="standard errors by which a metric may miss largest_drop or least_gain, by chance; the allowance "
+        "is at most largest_drop",
     )
     keep: Share | None = Field(0.5, description="maximum parameter ratio; null: any")
     least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
@@ -349,7 +360,7 @@ class Limits(Section):
 class Promotion(Limits):
     """Conditions under which a candidate becomes the champion."""
 
-    model: Name = Field("", description="name of the registered model in MLflow; default: study.name")
+    model: Name = Field("", description="name of the registered model in MLflow; empty: study.name")
     least_gain: float = Field(
         0.0,
         description="minimum gain in data.metric over the champion, on the same test examples; below 0 allows a loss",
@@ -362,7 +373,7 @@ class Params(Section):
 
     study: Study = Field(description="recipes and parameter ratios to compare")
     seed: Seed = Field(0, description="seed of every training")
-    threads: Threads = Field(Threads(), description="CPU threads of a stage; they change results by rounding")
+    threads: Threads = Field(Threads(), description="CPU threads of a stage. They affect results, by rounding")
     data: Data = Field(Data(), description="data set and NLP task")
     check: Check = Field(Check(), description="limits for the data, checked before training; null: no limit")
     model: Model = Field(Model(), description="base model")
@@ -374,17 +385,13 @@ class Params(Section):
     importance: Importance = Field(
         Importance(), description="calibration statistics, gathered in a pass over the calibration examples"
     )
-    recovery: dict[str, Any] = Field(
-        {}, description="fine-tuning after the factorization, in every recipe that states no other"
-    )
-    recipes: dict[str, Any] = Field(
-        {}, description="your own recipes, and changes to built-in ones; a bare word stands for a kind"
-    )
+    recovery: dict[str, Any] = Field({}, description="fine-tuning of every recipe that states no other")
+    recipes: dict[str, Any] = Field({}, description="your own recipes, and changes to built-in ones")
     evaluate: Evaluate = Field(Evaluate(), description="scoring of the candidates and the original model")
     export: Export = Field(description="ONNX files of candidates")
     benchmark: Benchmark = Field(Benchmark(), description="latency of the candidates and the original model")
     promotion: Promotion = Field(
-        Promotion(), description="limits that a candidate must keep for `eckart promote` to make it the champion"
+        Promotion(), description="limits that `eckart promote` checks before it makes a candidate the champion"
     )
 
 

@@ -32,6 +32,7 @@ from tasks.report.provenance import base, cut, source
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import Results, ScoredModel, load_results
+from tasks.report.rounding import rounded
 from tasks.report.table import ZERO_SHOT, printed
 from tasks.report.table import numbers as table_numbers
 from tasks.runtime.hardware import cores, processor
@@ -40,6 +41,13 @@ from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 CANDIDATE = ["recipe", "keep"]
 CONTROL = (CONTROL_NAME, "1")
 REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL_MODEL}
+_TITLES = {"dense": "original", "control": "control"}
+
+SHOWN = (
+    "Metrics after recovery fine-tuning, × 100 except perplexities. `dense` is the original model, "
+    f"`{CONTROL_NAME}` the control."
+)
+"""The line above the table of all tasks."""
 
 _STAGES = ("search", "factorize", "finetune")
 
@@ -94,15 +102,22 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of candidates as text, a line per candidate: largest keep first, then best metric first."""
+    """Return the table of candidates as text, a line per candidate: largest keep first, then best metric first.
+
+    A column without any value is left out.
+    """
     metric = METRICS[rows.metric.iloc[0]]
-    unit = ", %" if metric.share else ""
+    unit, points = _unit(metric), ", points" if metric.bounded else ""
+    titles = {"trivial": "trivial", "dense": "original", "factorized": "factorized", "recovered": "recovered"}
     groups = rows.groupby(CANDIDATE, sort=False)
     goodness = groups.recovered.mean().map(metric.goodness)
     lines = [
-        {f"{name}{unit}": _scores(group[name], metric) for name in ("trivial", "dense", "factorized", "recovered")}
-        | {f"of {name}, %": _spread(100 * group[f"of_{name}"]) for name in REFERENCES}
-        | {f"from {name}{unit} ({100 * LEVEL:.0f} %)": _difference(group, name, metric) for name in REFERENCES}
+        {f"{title}{unit}": _scores(group[name], metric) for name, title in titles.items()}
+        | {f"of {_TITLES[name]}, %": _spread(100 * group[f"of_{name}"]) for name in REFERENCES}
+        | {
+            f"vs. {_TITLES[name]}{points} ({100 * LEVEL:.0f} %)": _difference(group, name, metric)
+            for name in REFERENCES
+        }
         | {
             "targets": percent(group.target_share.mean()),
             "model parameters": f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
@@ -115,7 +130,8 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
         }
         for _, group in groups
     ]
-    return _in_order(pd.DataFrame(lines, index=goodness.index), goodness)
+    table = _in_order(pd.DataFrame(lines, index=goodness.index), goodness)
+    return table.loc[:, (table != "–").any()]
 
 
 def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
@@ -168,17 +184,27 @@ def _in_order(lines: pd.DataFrame, goodness: pd.Series[float]) -> pd.DataFrame:
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
     """Format the difference from a reference: mean ± spread over seeds, and the mean's interval over test examples."""
     low, high = (group[f"seeds_from_{reference}_{end}"].iloc[0] for end in ("low", "high"))
-    ends = f"{100 * low:+z.1f} to {100 * high:+z.1f}" if metric.share else between(low, high, group.recovered.mean())
-    return f"{_scores(group.recovered - group[reference], metric)} ({ends})"
+    difference = group.recovered - group[reference]
+    if not metric.bounded:
+        return f"{_spread(difference, score)} ({between(low, high, group.recovered.mean())})"
+    if difference.isna().any():
+        return "–"
+    mean, *others = (rounded(100 * value, sign=True) for value in (difference.mean(), low, high))
+    spread = f" ± {rounded(100 * difference.std())}" if len(difference) > 1 else ""
+    return f"{mean}{spread} ({' to '.join(others)})"
+
+
+def _unit(metric: Metric) -> str:
+    return ", %" if metric.share else ", × 100" if metric.bounded else ""
 
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
-    """Format mean ± spread of a metric: in percent if it is a share, otherwise with digits that suit its magnitude."""
-    return _spread(values * 100) if metric.share else _spread(values, score)
+    """Format mean ± spread of a metric: × 100 if it is bounded, otherwise with digits that suit its magnitude."""
+    return _spread(values * 100) if metric.bounded else _spread(values, score)
 
 
 def _one_decimal(*numbers: float) -> str:
-    return " ± ".join(f"{number:z.1f}" for number in numbers)
+    return " ± ".join(map(rounded, numbers))
 
 
 def _spread(values: pd.Series[float], text: Callable[..., str] = _one_decimal) -> str:
@@ -222,7 +248,7 @@ def page(
     if None in metrics:
         blocks += [*_part(all_rows, pairs[None], studies[0]), *cited]
     else:
-        blocks += ["Metrics after recovery, × 100 except perplexities; `dense` is the original model."]
+        blocks += [SHOWN]
         blocks += [_markdown(combined(all_rows, metrics)), *cited]
         for study in studies:
             blocks += [f"## {study.task}", *_part(rows[study.task], pairs[study.task], study)]
@@ -253,7 +279,7 @@ def _trials(study: StudyFile) -> pd.DataFrame:
     trials["change"] = trials.change.map(_change_text)
     trials["validation"] = [_scores(pd.Series([value]), metric) for value in trials.validation]
     trials["chosen"] = trials.chosen.map({True: "*", False: ""})
-    return trials.set_axis(["recipe", "trial", f"validation{', %' if metric.share else ''}", ""], axis="columns")
+    return trials.set_axis(["recipe", "trial", f"validation{_unit(metric)}", ""], axis="columns")
 
 
 def _markdown(table: pd.DataFrame) -> str:
@@ -296,19 +322,19 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
-        "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
+        "Metric": f"{metric.with_direction} {test}; of original and of control: {retained}.",
         "Trivial": "the metric of an answer that reads no input.",
         "Control": f"the original model with the recovery fine-tuning of {params['study']['control']}.",
-        "Differences": "recovered minus dense and minus control, averaged over the seeds, with the "
-        f"{100 * LEVEL:.0f} % interval of {RESAMPLES:,} paired resamples of the test examples, the same for all "
-        "seeds. One such interval in 20 misses.",
+        "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
+        f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "
+        "paired resamples of the test examples, the same for all seeds. One such interval in 20 misses.",
         "Data": f"{source(data)}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; "
         f"{cut(data)}.",
-        "Model": f"{base(model)}; as the original model, "
-        + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
+        "Model": f"{base(model)}; the original model is "
+        + (f"this, fine-tuned on {teacher.epochs:g} × the training split." if teacher.epochs else "this, as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",
-        "Seconds": "search, factorization and recovery of a candidate on this machine, while others ran; without the "
-        "original model and the statistics, which all share.",
+        "Seconds": "search, factorization and fine-tuning of one candidate, while others ran on the same machine. Not "
+        "included: the original model and the calibration statistics, which all candidates share.",
         "Machine": f"{machine}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.data.hub_ids import hub_id
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import kind_of
@@ -26,7 +27,7 @@ def card(results: Results, candidate: CandidateResults) -> str:
         candidate=candidate,
         rows=[*reference_rows(results), row(results, candidate)],
         only_answer=results.only_answers.get(candidate.after),
-        files=[file for file in runtime_rows(results) if file.name in ("dense", candidate.name)]
+        files=[file for file in runtime_rows(results) if file.name in ("dense", CONTROL_NAME, candidate.name)]
         if candidate.name in results.exports
         else [],
         written=[

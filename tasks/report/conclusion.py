@@ -1,15 +1,17 @@
-"""Summarize a study in a few sentences: the chosen candidate and why, its significance and cost, and the next steps."""
+"""Summarize a study in a few sentences: the chosen candidate and why, its significance, what to ship and do next."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from tasks.nlp_tasks import kind_of
+from tasks.artifacts.results_schema import Latency
 from tasks.report.choose_candidate import Chosen
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
-from tasks.report.numbers import between, counted, percent, score, size, times, times_between
+from tasks.report.numbers import between, counted, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
+from tasks.report.runtimes import RuntimeResult
+from tasks.report.shipping import to_ship
 from tasks.scoring.trivial_baseline import warning
 
 
@@ -21,13 +23,13 @@ def conclusion(results: Results) -> list[str]:
         dense_warning(results),
         _choice(results, candidate),
         _best_on_test(results),
-        _goals(results),
-        f"It answers {answer} to every test example." if answer else None,
-        verdict(results, candidate),
+        f"{candidate.name} answers {answer} to every test example." if answer else None,
+        verdict(results, candidate.after),
         _alternative(results),
-        _cost(results, candidate),
+        _goals(results),
+        _ship(results),
         _setbacks(results),
-        _next(results, candidate),
+        _next(results),
     ]
     return [sentence for sentence in sentences if sentence]
 
@@ -37,7 +39,7 @@ def chosen(results: Results) -> Chosen:
     choice, other = results.choice, alternative(results)
     return Chosen(
         candidate=choice.chosen,
-        non_inferior=choice.chosen is not None and non_inferior(results, results.named(choice.chosen)),
+        non_inferior=choice.chosen is not None and non_inferior(results, results.named(choice.chosen).after),
         alternative=other and other.name,
     )
 
@@ -57,7 +59,7 @@ def alternative(results: Results) -> CandidateResults | None:
         name: [gate for gate in gates if gate.standard_error is None] for name, gates in results.choice.gates.items()
     }
     able = [candidate for candidate in results.candidates if all(gate.passed for gate in exact[candidate.name])]
-    smallest = results.smallest(candidate for candidate in able if non_inferior(results, candidate))
+    smallest = results.smallest(candidate for candidate in able if non_inferior(results, candidate.after))
     return None if smallest is None or smallest.name == results.choice.chosen else smallest
 
 
@@ -67,16 +69,16 @@ def _choice(results: Results, candidate: CandidateResults) -> str:
     if choice.chosen:
         by_chance = "; ".join(filter(None, [gate.by_chance for gate in choice.gates[candidate.name]]))
         return (
-            f"`eckart promote` takes {candidate.name}: within the limits of promotion in params.yaml it has the best "
-            f"{results.metric.title} on {examples}, {score(candidate.evaluation.validation.metric)} (original model: "
-            f"{score(validation.metric)}){f'; {by_chance}' if by_chance else ''}."
+            f"`eckart promote` takes {candidate.name}. Of the candidates within the limits of promotion, it has the "
+            f"best {results.metric.title} on {examples}: {score(candidate.evaluation.validation.metric)} (original "
+            f"model: {score(validation.metric)}){f'; {by_chance}' if by_chance else ''}."
         )
     counts = Counter(gate.name for closed in choice.closed.values() for gate in closed)
     limits = ", ".join(f"{name} by {counted(number, 'candidate')}" for name, number in counts.most_common())
     reasons = "; ".join(gate.refusal for gate in choice.closed[candidate.name])
     return (
-        f"`eckart promote` takes none: no candidate is within the limits of promotion in params.yaml on {examples} "
-        f"(limits exceeded: {limits}). The nearest is {candidate.name}: {reasons}."
+        f"`eckart promote` takes none: no candidate is within the limits of promotion on {examples} (limits exceeded: "
+        f"{limits}). The nearest is {candidate.name}: {reasons}."
     )
 
 
@@ -87,8 +89,8 @@ def _best_on_test(results: Results) -> str | None:
     if best is None or best.recovered == results.named(results.choice.nearest).recovered:
         return None
     return (
-        f"On test examples {best.name} scores better, {score(best.recovered)}; validation examples choose, so that the "
-        "test score of the chosen model is unbiased."
+        f"On test examples, {best.name} scores better, {score(best.recovered)}. The validation examples make the "
+        "choice, so that the test score of the chosen candidate is unbiased."
     )
 
 
@@ -99,8 +101,8 @@ def _goals(results: Results) -> str | None:
         return None
     named = "; ".join(f"{goal_text(goal.goal)}: {goal.candidate.name}" for goal in others)
     return (
-        f"The goals choose other candidates ({named}), because they take the smallest model within a drop: `eckart "
-        f"promote {others[0].candidate.name}` takes that one to the gates."
+        f"The goals of the study choose other candidates ({named}): `eckart promote {others[0].candidate.name}` takes "
+        "that one to the gates."
     )
 
 
@@ -116,15 +118,30 @@ def _alternative(results: Results) -> str:
     return "They show this for no candidate that is small and fast enough."
 
 
-def _cost(results: Results, candidate: CandidateResults) -> str:
-    dense, small, speedup = results.dense, candidate.evaluation.size, candidate.benchmark.speedup
-    slower = ", slower than the original model" if speedup.high < 1 else ""
-    return (
-        f"On test examples {candidate.name} has {results.metric.title} {score(candidate.recovered)} (original model: "
-        f"{score(dense.score.metric)}). It has {percent(small.model_parameters / dense.size.model_parameters)} of the "
-        f"parameters, is {size(small.bytes)} instead of {size(dense.size.bytes)}, and runs {times(speedup.median)} as "
-        f"fast ({times_between(speedup.low, speedup.high)}){slower}."
+def _ship(results: Results) -> str:
+    ship, dense = to_ship(results), results.dense
+    run, original = ship.run, ship.original
+    ends, torch, same = results.difference(run.scored, DENSE), _speedup(run).of_torch, _speedup(run).of_same
+    slower = ", slower than the original model" if torch.high < 1 else ""
+    fast = (
+        f"{times(torch.median)} as fast as the original model in torch ({times_between(torch.low, torch.high)}){slower}"
     )
+    if run.runtime != "torch":
+        fast = (
+            f"{times(same.median)} as fast as the original model in the same runtime "
+            f"({times_between(same.low, same.high)}), and {fast}"
+        )
+    beside = f" ({size(original.bytes)} in the same format)" if run.runtime == "int8" else ""
+    return (
+        f"The file to ship is `{ship.path}`. On test examples it has {results.metric.title} {score(run.metric)} "
+        f"({between(ends.low, ends.high, run.metric)} vs. the original model’s {score(dense.score.metric)}). It is "
+        f"{size(run.bytes)}; the original model is {size(dense.size.bytes)}{beside}. It is {fast}."
+    )
+
+
+def _speedup(run: RuntimeResult) -> Latency:
+    """Return the speed at the first input shape of the benchmark."""
+    return next(iter(run.latencies.values()))
 
 
 def _setbacks(results: Results) -> str | None:
@@ -137,11 +154,9 @@ def _setbacks(results: Results) -> str | None:
     return f"Recovery fine-tuning significantly worsened the {results.metric.title} of {names}."
 
 
-def _next(results: Results, candidate: CandidateResults) -> str:
-    name = candidate.name
-    ship = f"`eckart export {name} {name}.onnx` writes it as ONNX"
-    if not kind_of(results.task).one_graph:
-        ship = f"`eckart publish {name} USER/NAME` uploads it to the Hugging Face hub"
+def _next(results: Results) -> str:
+    ship = to_ship(results)
+    command = f"`{ship.command}` {'uploads' if ship.run.runtime == 'torch' else 'writes'} the file to ship"
     if results.choice.chosen:
-        return f"Next: `eckart promote` makes it the champion if it passes the gates on test examples; {ship}."
-    return f"Next: change promotion or study.keeps in params.yaml; {ship} as it is."
+        return f"Next: `eckart promote` makes it the champion if it passes the gates on test examples; {command}."
+    return f"Next: change promotion or study.keeps in params.yaml; {command} as it is."

@@ -179,11 +179,15 @@ def _shown(results: Results, result: GoalResult) -> str:
     margin = result.goal.largest_drop
     if margin is None:
         return ""
-    able = [candidate for candidate in results.of(result.recipe) if statistics(results, candidate, DENSE, margin).holds]
+    able = [
+        candidate
+        for candidate in results.of(result.recipe)
+        if statistics(results, candidate.after, DENSE, margin).holds
+    ]
     if safe := results.smallest(able):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
-    chosen = statistics(results, result.candidate, DENSE, margin)
+    chosen = statistics(results, result.candidate.after, DENSE, margin)
     needed = (
         "" if chosen.wanted is None else f"; for {result.candidate.name} {examples_wanted([chosen])} would be needed"
     )

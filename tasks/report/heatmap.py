@@ -12,7 +12,7 @@ from eckart.model.targets import Target
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
 
-_WIDTH = 960.0  # largest width of a row of cells, in pixels
+_WIDTH = 930.0  # largest width of a row of cells, in pixels
 _CELL = 34.0  # largest width of a cell
 _CHARACTER = 6.6  # mean width of a character
 _RANK_ROOM = 24.0  # smallest width of a cell in which its rank is written
@@ -61,7 +61,10 @@ def columns(results: Results) -> Columns:
 
 
 def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
-    """Return the heat maps of all candidates: keep → recipe → cells, in the order in which the targets are executed."""
+    """Return the heat maps: keep → recipes → cells, in the order in which the targets are executed.
+
+    Recipes whose cells are all equal share a line, under their names.
+    """
     firsts, shows_ranks = {targets[0] for _, targets in layers(results.targets)}, columns(results).shows_ranks
 
     def cell(candidate: CandidateResults, target: Target) -> Cell:
@@ -71,11 +74,14 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
             beside = f" and {counted(after.rows, 'sparse row')}" if after.rows else ""
             kept = f"rank {after.rank}{beside}, {percent(share)} of its parameters"
         text = "" if not shows_ranks else "D" if after.rank is None else str(after.rank)
-        return Cell(share, text, f"{candidate.name}, {target.name}: {kept}", target in firsts)
+        return Cell(share, text, f"{target.name}: {kept}", target in firsts)
 
-    maps: dict[str, dict[str, list[Cell]]] = {keep: {} for keep in results.keeps}
-    for candidate in results.candidates:
-        maps[candidate.keep][candidate.recipe] = [cell(candidate, target) for target in results.targets]
+    maps: dict[str, dict[str, list[Cell]]] = {}
+    for keep in results.keeps:
+        lines: dict[tuple[Cell, ...], list[str]] = {}
+        for candidate in (candidate for candidate in results.candidates if candidate.keep == keep):
+            lines.setdefault(tuple(cell(candidate, target) for target in results.targets), []).append(candidate.recipe)
+        maps[keep] = {", ".join(recipes): list(cells) for cells, recipes in lines.items()}
     return maps
 
 

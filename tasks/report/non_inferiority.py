@@ -24,7 +24,7 @@ from tasks.artifacts.limits import within
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import between, counted, percent, score
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
+from tasks.report.results import CONTROL, DENSE, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
 
 _COUNTLESS = 10_000_000
@@ -78,10 +78,10 @@ class Statistics:
         return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
-def statistics(results: Results, candidate: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
-    """Compare a recovered model with a reference (the original model or the control) on the test examples."""
-    ends, metric = results.difference(candidate.after, reference), results.metric
-    gain = -metric.worse_by(candidate.recovered, results.metric_of(reference))
+def statistics(results: Results, model: ScoredModel, reference: ScoredModel, margin: float) -> Statistics:
+    """Compare a model with a reference (the original model or the control) on the test examples."""
+    ends, metric = results.difference(model, reference), results.metric
+    gain = -metric.worse_by(results.metric_of(model), results.metric_of(reference))
     low = min(metric.goodness(ends.low), metric.goodness(ends.high))
     return Statistics(gain, low, margin, results.dense.score.examples, is_mean(results.task))
 
@@ -91,27 +91,27 @@ def is_mean(task: Task) -> bool:
     return task.metric in kind_of(task).mean_metrics
 
 
-def against_both(results: Results, candidate: CandidateResults) -> dict[ScoredModel, Statistics]:
-    """Compare a candidate with the original model and with the control; the margin is `promotion.largest_drop`."""
-    return {reference: statistics(results, candidate, reference, results.limits.largest_drop) for reference in _NAMES}
+def against_both(results: Results, model: ScoredModel) -> dict[ScoredModel, Statistics]:
+    """Compare a model with the original model and with the control; the margin is `promotion.largest_drop`."""
+    return {reference: statistics(results, model, reference, results.limits.largest_drop) for reference in _NAMES}
 
 
-def non_inferior(results: Results, candidate: CandidateResults) -> bool:
-    return all(loss.holds for loss in against_both(results, candidate).values())
+def non_inferior(results: Results, model: ScoredModel) -> bool:
+    return all(loss.holds for loss in against_both(results, model).values())
 
 
-def verdict(results: Results, candidate: CandidateResults) -> str:
-    """Return a sentence on whether the candidate is non-inferior to both the original model and the control."""
-    compared = against_both(results, candidate)
+def verdict(results: Results, model: ScoredModel) -> str:
+    """Return a sentence on whether the model is non-inferior to both the original model and the control."""
+    compared = against_both(results, model)
     shown = "show" if all(loss.holds for loss in compared.values()) else "do not show"
     losses = []
     for reference in compared:
-        ends = results.difference(candidate.after, reference)
-        losses.append(f"{_NAMES[reference]} ({between(ends.low, ends.high, candidate.recovered)})")
+        ends = results.difference(model, reference)
+        losses.append(f"{_NAMES[reference]} ({between(ends.low, ends.high, results.metric_of(model))})")
     return (
         f"{counted(results.dense.score.examples, 'test example')} {shown} that it loses at most "
         f"{score(results.limits.largest_drop)} against {' and '.join(losses)}{_missing(compared)}"
-        f"{_worse(results, candidate)}."
+        f"{_worse(results, model)}."
     )
 
 
@@ -141,6 +141,6 @@ def examples_wanted(losses: Iterable[Statistics]) -> str:
     return f"about {-(-most // step) * step:,} examples" if most < _COUNTLESS else f"more than {_COUNTLESS:,} examples"
 
 
-def _worse(results: Results, candidate: CandidateResults) -> str:
-    worse = [name for reference, name in _NAMES.items() if results.gain(candidate.after, reference) < 0]
+def _worse(results: Results, model: ScoredModel) -> str:
+    worse = [name for reference, name in _NAMES.items() if results.gain(model, reference) < 0]
     return f"; it is significantly worse than {' and '.join(worse)}" if worse else ""

@@ -22,7 +22,7 @@ def size(value: int) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}{_GAP}%"
+    return f"{rounded(100 * share)}{_GAP}%"
 
 
 def times(factor: float) -> str:
@@ -55,11 +55,12 @@ def _to_digit(value: float, size: float) -> str:
 
 def between(low: float, high: float, metric: float) -> str:
     """Format an interval of differences, with signs and the decimals of `metric`: -0.031 to +0.006."""
-    return " to ".join(_signed(end, abs(metric)) for end in (low, high))
+    return f"{signed(low, metric)} to {signed(high, metric)}"
 
 
-def _signed(value: float, size: float) -> str:
-    digits = _to_digit(abs(value), size)
+def signed(value: float, metric: float) -> str:
+    """Format a difference, with its sign and the decimals of `metric`: +0.006."""
+    digits = _to_digit(abs(value), abs(metric))
     return digits if not float(digits.replace(",", "")) else f"{'-' if value < 0 else '+'}{digits}"
 
 

@@ -1,13 +1,18 @@
-"""Draw the plots: metric against keep and costs, and training curves. Equal inputs give identical files."""
+"""Draw the plots: metric against keep, predicted losses and training curves. Equal inputs give identical files.
+
+A plot of several panels is a key and a sequence of `<svg>` elements, which the page arranges in columns.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from statistics import median
 from typing import Any, Literal
 
 from markupsafe import Markup
@@ -16,12 +21,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from pydantic import TypeAdapter
 from scipy.stats import spearmanr
 
-from tasks.artifacts.results_schema import CONTROL_NAME
-from tasks.report.numbers import count, score, size
+from eckart.factorization.weightings import Weighting
+from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import count, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, tick_text
+from tasks.report.table import AFTER, BEFORE
 
 # Each colour is legible on white and on near black.
 _COLOURS = (
@@ -39,9 +47,8 @@ _COLOURS = (
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 # On the page these are replaced by variables of its style sheet.
 _INK, _MUTED, _RULE, _PAPER = "#1d2530", "#5d6876", "#dfe3e8", "#ffffff"
-_WIDTH = 11  # inches
-_COLUMNS = 3  # largest number of panels in a row
-_MEASURES = 4  # number of panels in a row, for plots of measures
+_WIDTH, _NARROW = 11, 4.6  # inches
+_PANEL = (3.9, 2.7)  # width and height of a panel, in inches
 _DECADES = 6  # approximate number of ticks on a logarithmic axis
 # Line styles of keeps. The first is pale and wide, so that other lines on top of it are visible.
 _STROKES: tuple[dict[str, Any], ...] = (
@@ -76,9 +83,9 @@ Panels = Mapping[str, Mapping[str, list[tuple[int, float]]]]
 """Panels of a plot: title → keep → points (step, value)."""
 
 
-def tradeoff_svg(results: Results) -> Markup:
-    """Draw metric against keep, as SVG for the page."""
-    return _svg(partial(_tradeoff, results), "tradeoff")
+def tradeoff_svg(results: Results, narrow: bool = False) -> Markup:
+    """Draw metric against keep, as SVG for the page in a wide or a narrow window."""
+    return _svg(partial(_tradeoff, results, narrow), f"tradeoff {narrow}")
 
 
 def tradeoff_png(results: Results) -> bytes:
@@ -89,15 +96,21 @@ def tradeoff_png(results: Results) -> bytes:
     return file.getvalue()
 
 
-def costs_svg(results: Results) -> Markup:
-    """Draw metric against each cost. The marker of a candidate shows its name and links to its details."""
-    svg = str(_svg(partial(_costs, results), "costs"))
-    return Markup(re.sub(r'<a xlink:href="#([^"]+)" target="_blank">', r'<a xlink:href="#\1"><title>\1</title>', svg))
-
-
 def curves_svg(results: Results) -> Markup:
-    """Draw the task loss: a panel for the training of the original model, and one for the recoveries at each keep."""
-    return _svg(partial(_curves, results), "curves")
+    """Draw the task loss: a panel for the training of the original model, and one for the fine-tunings at each keep."""
+    looks = _looks(results.recipes)
+    lines: dict[str, list[tuple[Curve, str]]] = {"original model": [(results.curve, _INK)]}
+    for keep in results.keeps:
+        at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
+        recovered = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in at_keep]
+        lines[f"fine-tuning at keep {keep}"] = [*recovered, (results.control_curve, _MUTED)]
+    losses = [point.compared_loss for panel in lines.values() for curve, _ in panel for point in curve]
+    draw = (
+        partial(_draw_curves, title, panel, (min(losses), max(losses)) if losses else (0, 1))
+        for title, panel in lines.items()
+    )
+    key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry("control", _MUTED))
+    return key + _panels(draw, "curves")
 
 
 def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> dict[str, Markup]:
@@ -114,7 +127,7 @@ def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> 
                 for name, value in (loss | point.measures).items():
                     panels.setdefault(name, {}).setdefault(candidate.keep, []).append((point.step, value))
         if panels:
-            plots[recipe] = _svg(partial(_measures, results, recipe, panels), f"{curve} {recipe}")
+            plots[recipe] = _measures(results, recipe, panels, f"{curve} {recipe}")
     return plots
 
 
@@ -123,8 +136,15 @@ def predictions_svg(results: Results) -> Markup | None:
 
     Each recipe has a panel. Return None if no increase was measured.
     """
-    shown = {recipe: pairs for recipe in results.recipes if (pairs := _predicted_and_measured(results, recipe))}
-    return _svg(partial(_predictions, results, shown), "predictions") if shown else None
+    shown = predicted_and_measured(results)
+    if not shown:
+        return None
+    colours = dict(zip(results.keeps, cycle(_COLOURS), strict=False))
+    keeps = [keep for keep in results.keeps if any(keep in by_keep for by_keep in shown.values())]
+    key = _key(*(_entry(f"keep {keep}", colours[keep], "dot") for keep in keeps), _entry("equal", _MUTED))
+    return key + _panels(
+        (partial(_predictions, results, recipe, shown[recipe], colours) for recipe in shown), "predictions"
+    )
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -133,8 +153,8 @@ def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {recipe: {"color": colour, "marker": marker} for recipe, colour, marker in looks}
 
 
-def _tradeoff(results: Results) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 5.2), layout="constrained")
+def _tradeoff(results: Results, narrow: bool = False) -> Figure:
+    figure = Figure(figsize=(_NARROW, 6.5) if narrow else (_WIDTH, 5.2), layout="constrained")
     axes = figure.add_subplot()
     keeps = sorted(results.keeps, key=float)
     _mark_dense(axes, results)
@@ -147,10 +167,11 @@ def _tradeoff(results: Results) -> Figure:
         _draw_recipe(axes, x, candidates, look)
     axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
     axes.set_xlim(-0.5, len(keeps) - 0.5)
-    axes.set_xlabel("size: keep over targets, parameters of the whole model")
+    axes.set_xlabel("keep, and parameters of the whole model")
     factorized = [candidate.factorized for candidate in results.candidates if candidate.factorized is not None]
     axes.set_ylabel(_scale(axes, results, factorized))
-    figure.legend(handles=_legend(results), loc="outside right upper")
+    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2} if narrow else {"loc": "outside right upper"}
+    figure.legend(handles=_legend(results), **place)
     return figure
 
 
@@ -170,9 +191,9 @@ def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
         axes.yaxis.set_major_locator(FixedLocator(scale.ticks(*limits)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
-        notes.append("scale finest at dense")
+        notes.append("scale finest at the original")
     note = f"\n({', '.join(notes)})" if notes else ""
-    return f"{results.metric.title} on the test split{note}"
+    return f"{results.metric.title} on test examples{note}"
 
 
 def _mark_dense(axes: Axes, results: Results) -> None:
@@ -181,7 +202,7 @@ def _mark_dense(axes: Axes, results: Results) -> None:
 
 
 def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Mapping[str, Any]) -> None:
-    """Draw the metrics of a recipe: factorized as a dashed line with hollow markers, recovered solid with filled ones.
+    """Draw the metrics of a recipe: before fine-tuning dashed with hollow markers, after it solid with filled ones.
 
     A thin vertical line joins the two metrics of each candidate.
     """
@@ -218,89 +239,47 @@ def _legend(results: Results) -> list[Line2D]:
     ink: dict[str, Any] = {"color": _INK, "marker": "o"}
     return [
         *(entry(label=name, **look) for name, look in _looks(results.recipes).items()),
-        entry(**ink, label="recovered"),
-        entry(**ink, label="factorized", linestyle="--", markerfacecolor=_PAPER),
-        entry(color=_MUTED, linewidth=1.2, label=f"dense {score(results.metric_of(DENSE))}"),
-        entry(color=_MUTED, linewidth=1.2, linestyle=":", label=f"{CONTROL_NAME} {score(results.metric_of(CONTROL))}"),
+        entry(**ink, label=AFTER),
+        entry(**ink, label=BEFORE, linestyle="--", markerfacecolor=_PAPER),
+        entry(color=_MUTED, linewidth=1.2, label=f"original {score(results.metric_of(DENSE))}"),
+        entry(color=_MUTED, linewidth=1.2, linestyle=":", label=f"control {score(results.metric_of(CONTROL))}"),
     ]
 
 
-def _costs(results: Results) -> Figure:
-    costs = list(_costs_of(results))
-    figure, panels = _grid(len(costs), 3.2, margin=0.4, sharey=True)
-    looks = _looks(results.recipes)
-    for axes, (title, cost, text) in zip(panels, costs, strict=False):
-        _mark_dense(axes, results)
-        for recipe, look in looks.items():
-            candidates = results.of(recipe)
-            x = [cost(candidate) for candidate in candidates]
-            _draw_intervals(axes, x, candidates, results, look["color"])
-            axes.plot(
-                x, [candidate.recovered for candidate in candidates], color=look["color"], linewidth=1.2, alpha=0.5
-            )
-            for place, candidate in zip(x, candidates, strict=True):
-                axes.plot(
-                    place, candidate.recovered, **look, linestyle="", markersize=7, zorder=3, url=f"#{candidate.name}"
-                )
-        axes.set_title(title)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
-        axes.tick_params(labelleft=True)
-    panels[0].set_ylabel(_scale(panels[0], results))
-    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
-    figure.legend(handles=handles, loc="outside right upper")
-    return figure
+def _panels(draws: Iterable[Callable[[Axes], None]], salt: str) -> Markup:
+    """Draw each panel as an SVG of its own."""
+
+    def panel(draw: Callable[[Axes], None]) -> Figure:
+        figure = Figure(figsize=_PANEL, layout="constrained")
+        draw(figure.add_subplot())
+        return figure
+
+    return Markup("").join(_svg(partial(panel, draw), f"{salt} {number}") for number, draw in enumerate(draws))
 
 
-def _costs_of(results: Results) -> Iterator[tuple[str, Callable[[CandidateResults], float], Callable[[float], str]]]:
-    """Yield for each cost its title, a function that returns a candidate's cost, and a function that formats ticks."""
-    yield "size of the weights", lambda candidate: candidate.evaluation.size.bytes, lambda value: size(round(value))
-    yield "multiply-accumulates per token", lambda candidate: candidate.evaluation.size.macs_per_token, count
-    for shape in results.candidates[0].benchmark.latency["candidate"]["torch"]:
-        title = f"time at {shape.replace('x', ' × ')} ÷ the original’s"
-        yield title, partial(_relative_time, shape), tick_text
+def _entry(
+    label: str, colour: str, kind: Literal["line", "dot"] = "line", dashes: str = "", width: float = 2
+) -> Markup:
+    """Return an entry of a key: a stroke or a dot, and what it stands for."""
+    shape = (
+        Markup('<circle cx="12" cy="5" r="4" fill="{}"/>').format(_css(colour))
+        if kind == "dot"
+        else Markup('<line x2="24" y1="5" y2="5" stroke="{}" stroke-width="{}" stroke-dasharray="{}"/>').format(
+            _css(colour), width, dashes
+        )
+    )
+    return Markup('<span><i class="swatch"><svg viewBox="0 0 24 10">{}</svg></i>{}</span>').format(shape, label)
 
 
-def _relative_time(shape: str, candidate: CandidateResults) -> float:
-    return 1 / candidate.benchmark.latency["candidate"]["torch"][shape].of_torch.median
+def _key(*entries: Markup) -> Markup:
+    return Markup('<div class="key">{}</div>').format(Markup("").join(entries))
 
 
-def _grid(
-    panels: int, height: float, columns: int | None = None, margin: float = 0.0, **shared: Any
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, in a grid. Axes beyond the number of panels come last and are hidden.
-
-    The figure is as high as its rows and a margin, in inches. `shared` are arguments of `subplots`, such as sharex.
-    """
-    columns = columns or (2 if panels == 4 else min(_COLUMNS, panels))
-    rows = math.ceil(panels / columns)
-    figure = Figure(figsize=(_WIDTH, margin + height * rows), layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for axes in places[panels:]:
-        axes.set_axis_off()
-    return figure, places
-
-
-def _curves(results: Results) -> Figure:
-    figure, panels = _grid(1 + len(results.keeps), 2.7, margin=0.4, sharey=True)
-    _draw_curves(panels[0], "original model", [(results.curve, _INK)])
-    looks = _looks(results.recipes)
-    for axes, keep in zip(panels[1:], results.keeps, strict=False):
-        at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
-        lines = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in at_keep]
-        _draw_curves(axes, f"recovery at keep {keep}", [*lines, (results.control_curve, _MUTED)])
-    panels[0].set_ylabel("task loss")
-    handles = [Line2D([], [], color=look["color"], label=recipe) for recipe, look in looks.items()]
-    handles.append(Line2D([], [], color=_MUTED, label=CONTROL_NAME))
-    figure.legend(handles=handles, loc="outside right upper")
-    return figure
-
-
-def _draw_curves(axes: Axes, title: str, lines: list[tuple[Curve, str]]) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelleft=True)
+def _draw_curves(title: str, lines: list[tuple[Curve, str]], limits: tuple[float, float], axes: Axes) -> None:
+    axes.set(title=title, xlabel="step")
+    margin = 0.05 * (limits[1] - limits[0]) or 0.1
+    axes.set_ylim(limits[0] - margin, limits[1] + margin)  # the same in all panels
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     for curve, colour in lines:
         steps, losses = [point.step for point in curve], [point.compared_loss for point in curve]
         axes.plot(steps, losses, color=colour, linewidth=1.4, marker="." if len(curve) == 1 else None)
@@ -308,60 +287,89 @@ def _draw_curves(axes: Axes, title: str, lines: list[tuple[Curve, str]]) -> None
         axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=_MUTED)
 
 
-def _measures(results: Results, recipe: str, panels: Panels) -> Figure:
+def _measures(results: Results, recipe: str, panels: Panels, salt: str) -> Markup:
     """Draw a panel for each measure, with a line for each keep. Panels share the x axis (steps), but not the y axis."""
-    figure, places = _grid(len(panels), 2.2, columns=_MEASURES, sharex=True)
     colour = _looks(results.recipes)[recipe]["color"]
     strokes = {keep: {"color": colour, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
-    for axes, (name, series) in zip(places, panels.items(), strict=False):
-        axes.set_title(name)
-        axes.set_xlabel("step")
+    last = max(step for series in panels.values() for points in series.values() for step, _ in points)
+    keeps = dict.fromkeys(keep for series in panels.values() for keep in series)
+    entries = []
+    for keep in keeps:
+        style, width = strokes[keep]["linestyle"], strokes[keep]["linewidth"]
+        dashes = "" if isinstance(style, str) else " ".join(f"{width * part:g}" for part in style[1])
+        entries.append(_entry(f"keep {keep}", colour, "line", dashes, width))
+
+    def draw(name: str, series: Mapping[str, list[tuple[int, float]]], axes: Axes) -> None:
+        axes.set(title=name, xlabel="step", xlim=(0, last * 1.05))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         # Write numbers in full: matplotlib would put a common factor and offset above the axis.
         axes.yaxis.set_major_formatter(lambda value, _: count(value) if value >= 10_000 else f"{value:g}")
-        axes.tick_params(labelbottom=True)
         for keep, points in series.items():
             axes.plot(*_columns(points), marker="." if len(points) == 1 else None, **strokes[keep])
-    keeps = dict.fromkeys(keep for series in panels.values() for keep in series)
-    handles = [Line2D([], [], label=f"keep {keep}", **strokes[keep]) for keep in keeps]
-    free = places[len(panels) :]
-    beside: Any = free[0] if free else figure
-    beside.legend(handles=handles, loc="upper left" if free else "outside right upper", handlelength=3)
-    return figure
+
+    return _key(*entries) + _panels((partial(draw, name, series) for name, series in panels.items()), salt)
 
 
-def _predicted_and_measured(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
-    """Return keep → (predicted, measured) loss of each target for which both are positive."""
-    by_keep: dict[str, list[tuple[float, float]]] = {}
-    for candidate in results.of(recipe):
+Pairs = Mapping[str, list[tuple[float, float]]]
+"""Keep → (predicted, measured) loss of each target for which both are positive."""
+
+
+def predicted_and_measured(results: Results) -> dict[str, Pairs]:
+    """Return the predicted and measured losses of each recipe that has any."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for candidate in results.candidates:
         predicted = candidate.decision.predicted_loss or {}
         for name, target in candidate.evaluation.targets.items():
             expected, measured = predicted.get(name), target.loss_alone
             if expected and measured and min(expected, measured) > 0:
-                by_keep.setdefault(candidate.keep, []).append((expected, measured))
-    return by_keep
+                found.setdefault(candidate.recipe, {}).setdefault(candidate.keep, []).append((expected, measured))
+    return dict(found)
 
 
-def _predictions(results: Results, shown: Mapping[str, Mapping[str, list[tuple[float, float]]]]) -> Figure:
-    """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a marker per keep."""
-    figure, places = _grid(len(shown), 3.2, margin=0.4)
-    markers = dict(zip(results.keeps, cycle(_MARKERS), strict=False))
-    for axes, (recipe, by_keep) in zip(places, shown.items(), strict=False):
+def predictions_read(results: Results) -> list[str]:
+    """Say in sentences what the plot of predicted and measured losses shows."""
+    objective = kind_of(results.task).objective()
+    sentences, others = [], {}
+    for recipe, by_keep in predicted_and_measured(results).items():
         predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
-        axes.set_title(f"{recipe}: rank correlation {spearmanr(predicted, measured).statistic:.2f}")
-        axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
-        _decades(axes, "x", predicted)
-        _decades(axes, "y", measured)
-        colour = _looks(results.recipes)[recipe]["color"]
-        for keep, pairs in by_keep.items():
-            axes.plot(*_columns(pairs), markers[keep], color=colour, markersize=4, alpha=0.75, linestyle="")
+        rank = spearmanr(predicted, measured).statistic if len(predicted) > 1 else math.nan
+        if not (objective.classes and _weighting(results, recipe).predicts_loss):
+            others[recipe] = rank
+            continue
+        ratios = [after / before for before, after in zip(predicted, measured, strict=True)]
+        above = sum(ratio > 1 for ratio in ratios)
+        sentences.append(
+            f"{recipe}: the measured loss is {median(ratios):.1f} times the predicted one at the median, and larger at "
+            f"{above} of {len(ratios)} points. The rank correlation is {rank:.2f}."
+        )
+    if others:
+        named = ", ".join(f"{recipe} {rank:.2f}" for recipe, rank in others.items())
+        sentences.append(
+            f"Other weightings predict in other units, so that only the order of the layers counts. Their rank "
+            f"correlations: {named}."
+        )
+    return sentences
+
+
+def _weighting(results: Results, recipe: str) -> Weighting:
+    weighting: Weighting = TypeAdapter(Weighting).validate_python(results.settings.recipes[recipe]["weighting"])
+    return weighting
+
+
+def _predictions(results: Results, recipe: str, by_keep: Pairs, colours: Mapping[str, str], axes: Axes) -> None:
+    """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a colour per keep."""
+    weighting, classes = _weighting(results, recipe), kind_of(results.task).objective().classes
+    predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
+    axes.set(title=recipe, xscale="log", yscale="log")
+    axes.set_xlabel("\n".join(["predicted:", *textwrap.wrap(weighting.loss_unit, 36)]))
+    axes.set_ylabel("measured: nats" if classes else "measured: squared error")
+    _decades(axes, "x", predicted)
+    _decades(axes, "y", measured)
+    for keep, pairs in by_keep.items():
+        axes.plot(*_columns(pairs), "o", color=colours[keep], markersize=4.5, alpha=0.75, markeredgewidth=0)
+    if classes and weighting.predicts_loss:
         axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # the line of equality
-    keeps = [keep for keep in results.keeps if any(keep in by_keep for by_keep in shown.values())]
-    handles = [Line2D([], [], color=_INK, marker=markers[keep], linestyle="", label=f"keep {keep}") for keep in keeps]
-    handles.append(Line2D([], [], color=_MUTED, linewidth=1, label="equal"))
-    figure.legend(handles=handles, loc="outside right upper")
-    return figure
 
 
 def _decades(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -> None:
@@ -389,6 +397,11 @@ def _svg(draw: Callable[[], Figure], salt: str) -> Markup:
     text = text[text.index("<svg") :]
     # Drop ids that nothing refers to: they would occur several times on a page with several plots.
     text = re.sub(r'<g id="[\w.]+">', "<g>", text).replace("'DejaVu Sans'", "var(--font)")
+    return Markup(_css(text))
+
+
+def _css(text: str) -> str:
+    """Replace colours with variables of the page's style sheet."""
     for name, colour in {"ink": _INK, "muted": _MUTED, "rule": _RULE, "paper": _PAPER}.items():
         text = text.replace(colour, f"var(--{name})")
-    return Markup(text)
+    return text

@@ -1,4 +1,4 @@
-"""Describe a study's settings. No date or machine is named, so equal studies have equal pages."""
+"""Describe a study's settings. No date is named, so equal studies have equal pages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def provenance(results: Results) -> dict[str, str]:
         "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."
         if results.control_curve
         else f"The original model itself, because the recovery of {results.control} takes no step.",
-        "Speed": f"Median over {timing.repetitions} rounds of forwards of {rows} examples × {tokens} tokens, in which "
-        "the original model and the candidate alternate in one process, and its 95 % interval; candidates of the same "
-        "shapes are timed once.",
+        "Speed": f"Median and 95 % interval over {timing.repetitions} rounds of forward passes, of {rows} "
+        f"examples × {tokens} tokens. The original model and the candidate alternate in one process. Candidates of the "
+        f"same shapes are timed once. {f'Timed on {results.machines}.' if results.machines else ''}".strip(),
     }
 
 

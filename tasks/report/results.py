@@ -17,6 +17,7 @@ from eckart.model.targets import Target, Targets
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import (
+    CONTROL_EXPORT,
     CURVES,
     EVALUATIONS,
     EXPORTS,
@@ -173,6 +174,11 @@ class Results:
     """Model → its answer, for models that give the same class, tag or number for every test example."""
 
     @property
+    def machines(self) -> str:
+        """The machines that timed the models; empty if unknown."""
+        return "; ".join(dict.fromkeys(filter(None, (each.benchmark.machine for each in self.candidates))))
+
+    @property
     def metric(self) -> Metric:
         return METRICS[self.task.metric]
 
@@ -269,11 +275,14 @@ class Results:
         return -self.metric.goodness(candidate.recovered), *by_validation
 
     def metric_of(self, model: ScoredModel) -> float:
-        """Return the test metric of a model that was scored in torch."""
+        """Return the test metric of a model that was scored in torch, or of an exported file."""
         if model == TRIVIAL:
             return self.dense.trivial
         if model in (DENSE, CONTROL):
             return (self.dense if model == DENSE else self.dense.control).score.metric
+        files = {(exported_name(name), runtime): file for name, both in self.exports.items() for runtime, file in both}
+        if model in files:
+            return files[model].score.metric
         name, step = model
         metric: float = getattr(self.named(name), step)
         return metric
@@ -310,7 +319,7 @@ def load_results() -> Results:
         candidates=tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps),
         exports={
             name: _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
-            for name in (["dense", *exported] if exported else [])
+            for name in (["dense", CONTROL_EXPORT, *exported] if exported else [])
         },
         limits=schema.section("promotion", Promotion),
         resampled={},
@@ -356,7 +365,8 @@ def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark])
 
 
 def _export_command(name: str) -> str:
-    return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
+    original = name in ("dense", CONTROL_EXPORT)
+    return "export_dense" if original else f"export {_options(*recipe_and_keep(name))}"
 
 
 def _read_predictions(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from tasks.artifacts.paths import exported_name
-from tasks.artifacts.results_schema import ExportedFile, Latency, Runtime
+from tasks.artifacts.paths import CONTROL_EXPORT, exported_name
+from tasks.artifacts.results_schema import CONTROL_NAME, ExportedFile, Latency, Runtime
 from tasks.report.cells import Cell, Row, cell
 from tasks.report.numbers import between, score, size, times, times_between
-from tasks.report.results import DENSE, CandidateResults, Results, ScoredModel
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
 TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
 
@@ -36,15 +36,20 @@ def runtime_results(results: Results) -> list[RuntimeResult]:
 
 
 def runtime_result(results: Results, name: str, runtime: Runtime) -> RuntimeResult:
-    """Return the result of a candidate, or of `dense`, in torch or in a runtime that it was exported for."""
-    own = None if name == "dense" else results.named(name)
+    """Return the result of a candidate, `dense` or the control, in torch or in a runtime that it was exported for.
+
+    The control has the original model's shapes, so it also has its latencies.
+    """
+    original = {"dense": (DENSE, results.dense), CONTROL_EXPORT: (CONTROL, results.dense.control)}
+    own = None if name in original else results.named(name)
     latencies = _latencies(results, own, runtime)
     if runtime != "torch":
         file: ExportedFile = getattr(results.exports[name], runtime)
         return RuntimeResult(name, runtime, (exported_name(name), runtime), file.score.metric, file.bytes, latencies)
     if own:
         return RuntimeResult(name, runtime, own.after, own.recovered, own.evaluation.size.bytes, latencies)
-    return RuntimeResult(name, runtime, DENSE, results.dense.score.metric, results.dense.size.bytes, latencies)
+    scored, scores = original[name]
+    return RuntimeResult(name, runtime, scored, scores.score.metric, results.dense.size.bytes, latencies)
 
 
 def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime) -> Mapping[str, Latency]:
@@ -67,11 +72,12 @@ def runtime_rows(results: Results) -> list[Row]:
         }
         for shape, latency in result.latencies.items():
             torch, same = latency.of_torch, latency.of_same
-            below = times_between(torch.low, torch.high)
-            if result.model != "dense":
+            below = times_between(torch.low, torch.high) if torch.low < torch.high else ""
+            if result.model != "dense" and result.runtime != "torch":
                 below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
-            cells[shape.replace("x", " × ")] = cell(torch.median, times, below)
-        rows.append(Row(result.model, cells))
+            head = f"speed, {shape.replace('x', ' × ')}"
+            cells[head] = cell(torch.median, times, "as dense" if result.model == CONTROL_EXPORT else below)
+        rows.append(Row(CONTROL_NAME if result.model == CONTROL_EXPORT else result.model, cells))
     return rows
 
 

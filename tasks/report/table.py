@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -14,7 +15,7 @@ from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME, Size, Tim
 from tasks.nlp_tasks import kind_of
 from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
-from tasks.report.numbers import between, count, percent, score, size, times, times_between
+from tasks.report.numbers import between, count, percent, score, signed, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import TITLES, runtime_results, runtime_rows
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
@@ -23,6 +24,8 @@ ZERO_SHOT = "zero_shot."
 """Prefix of the CSV columns of zero-shot tasks, which come last: zero_shot.TASK.METRIC, with the names of lm-eval."""
 
 STEPS = "steps before factorization"
+BEFORE, AFTER = "before fine-tuning", "after fine-tuning"
+"""Columns of the metric before and after recovery fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Entry:
     size: Size | None = None
     speedup: Times | None = None
     """Speedup over the original model."""
+    timed: str = ""
+    """The model with weights of the same shapes that was timed in its place; empty if it was timed itself."""
 
 
 def references(results: Results) -> list[Entry]:
@@ -83,6 +88,7 @@ def entry(candidate: CandidateResults) -> Entry:
         target_parameters=candidate.evaluation.target_parameters,
         size=candidate.evaluation.size,
         speedup=candidate.benchmark.speedup,
+        timed="" if candidate.benchmark.timed == candidate.name else candidate.benchmark.timed,
     )
 
 
@@ -137,8 +143,8 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
 
 def row(results: Results, candidate: CandidateResults) -> Row:
     """Return the row of a candidate, for the page and the terminal."""
-    best = results.at(candidate.keep)[0]
-    mark = "*" if candidate.recovered == best.recovered else "" if results.gain(best.after, candidate.after) else "≈"
+    best = results.named(results.choice.nearest)
+    mark = "*" if candidate == best else "" if results.gain(best.after, candidate.after) else "≈"
     return _row(results, entry(candidate), mark)
 
 
@@ -156,10 +162,10 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
         ranks = "" if model.average_rank is None else f"rank {model.average_rank:,.1f} of {results.full_rank:,.1f}"
         cells["shaped"] = cell(model.shaped, score, ranks)
     cells |= {
-        "factorized": cell(model.factorized, score),
-        "recovered": cell(model.metric, score),
-        "of dense": _compared(results, model, DENSE),
-        "of control": _compared(results, model, CONTROL),
+        BEFORE: cell(model.factorized, score),
+        AFTER: cell(model.metric, score),
+        "vs. original": _compared(results, model, DENSE),
+        "vs. control": _compared(results, model, CONTROL),
         "target parameters": _relative(model.target_parameters, results.target_parameters, count),
     }
     for head, name, text in (
@@ -168,28 +174,27 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
         ("size", "bytes", size),
     ):
         cells[head] = _relative(getattr(model.size, name, None), getattr(results.dense.size, name), text)
-    return Row(model.name, {**cells, "speed": _speedup(model.speedup)}, mark)
+    return Row(model.name, {**cells, "speed": _speedup(model.speedup, model.timed)}, mark)
 
 
 def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell:
     return Cell() if value is None else cell(value, text, percent(value / whole))
 
 
-def _speedup(speedup: Times | None) -> Cell:
+def _speedup(speedup: Times | None, timed: str) -> Cell:
     if speedup is None:
         return Cell()
     measured = speedup.low < speedup.high  # not for the original model, which has speedup 1 by definition
-    return cell(speedup.median, times, times_between(speedup.low, speedup.high) if measured else "")
+    interval = times_between(speedup.low, speedup.high) if measured else ""
+    return cell(speedup.median, times, f"as {timed}" if timed else interval)
 
 
 def _compared(results: Results, model: Entry, reference: ScoredModel) -> Cell:
-    """Return a cell with the share of the reference's metric that the model retains.
-
-    Below is the interval of the difference of the two metrics, except in the reference's own cell.
-    """
-    ends = results.difference(model.scored, reference)
-    difference = "" if model.scored == reference else between(ends.low, ends.high, model.metric)
-    return cell(results.retained(model.metric, reference), percent, difference)
+    """Return a cell with the difference from the reference's metric, and its interval; empty for the reference."""
+    if model.scored == reference:
+        return Cell()
+    ends, difference = results.difference(model.scored, reference), model.metric - results.metric_of(reference)
+    return cell(difference, partial(signed, metric=model.metric), between(ends.low, ends.high, model.metric))
 
 
 def zero_shot(results: Results) -> list[Row]:
@@ -199,12 +204,15 @@ def zero_shot(results: Results) -> list[Row]:
     return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
 
 
-def legend(best: str) -> str:
-    """Explain the marks and intervals in the tables. `best` is the clause on how the best candidate is marked."""
-    return (
-        f"{best}; ≈ not significantly different from the best. Differences: {100 * LEVEL:.0f} % intervals from "
-        f"{RESAMPLES:,} paired resamples of the test examples; they do not cover the choice of a seed."
-    )
+def legend(results: Results, mark: str) -> list[str]:
+    """Explain the marks, names and intervals in the tables. `mark` says how the chosen candidate is marked."""
+    chosen = "the choice of `eckart promote`" if results.choice.chosen else "the candidate nearest to the limits"
+    return [
+        f"{mark} {chosen}; ≈ not significantly different from it.",
+        f"dense is the original model; {CONTROL_NAME} is the control, the original model with the same fine-tuning.",
+        f"Differences have {100 * LEVEL:.0f} % intervals from {RESAMPLES:,} paired resamples of the test examples; the "
+        "intervals do not cover the choice of a seed.",
+    ]
 
 
 def notes(results: Results) -> list[str]:
@@ -230,22 +238,30 @@ def to_text(results: Results) -> str:
     if goals := goal_rows(results):
         tables.append(terminal_table("goals", "goal", goals))
     if results.exports:
-        title = "exported files; times as fast as the original model in torch at examples × tokens"
+        title = "exported files; speed as a multiple of the original model in torch, at examples × tokens"
         tables.append(terminal_table(title, "model", runtime_rows(results)))
-    lines = [printed(*tables), *(f"  {note}" for note in (legend("* best at its keep"), *notes(results)))]
+    lines = [printed(*tables), *(f"  {note.replace('`', '')}" for note in (*legend(results, "*"), *notes(results)))]
     return "\n".join(lines)
 
 
 def _candidates(results: Results) -> Table:
     """Make the table of all models. The columns that a choice needs come first, since a narrow terminal cuts the last.
 
-    It is at most 140 characters wide if no name has more than 29. The page also has steps, ranks and MACs.
+    It is at most 140 characters wide if no name has more than 29. The page also has steps, ranks, MACs and
+    the interval of the difference from the control.
     """
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
     first = reference_rows(results)
-    before = "factorized" in first[0].cells
-    heads = [results.metric.title, "difference\nfrom dense", "size", "speed", "model\nparameters", "target\nparameters"]
+    before = BEFORE in first[0].cells
+    heads = [
+        results.metric.title,
+        "difference\nfrom original",
+        "size",
+        "speed",
+        "model\nparameters",
+        "target\nparameters",
+    ]
     heads += ["difference\nfrom control", *(["before\nfine-tuning"] if before else [])]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
@@ -254,14 +270,18 @@ def _candidates(results: Results) -> Table:
             cells = line.cells
             table.add_row(
                 line.name,
-                f"{cells['recovered'].value} {line.mark or ' '}",
-                cells["of dense"].below,
+                f"{cells[AFTER].value} {line.mark or ' '}",
+                _with_interval(cells["vs. original"]),
                 cells["size"].value,
                 cells["speed"].value,
                 cells["model parameters"].below,
                 cells["target parameters"].below,
-                cells["of control"].below,
-                *([cells["factorized"].value] if before else []),
+                cells["vs. control"].value,
+                *([cells[BEFORE].value] if before else []),
             )
         table.add_section()
     return table
+
+
+def _with_interval(difference: Cell) -> str:
+    return f"{difference.value} ({difference.below})" if difference.below else difference.value

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
 from eckart.calibration.losses import IGNORED
+from eckart.calibration.statistics import collect
+from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.model.layers import factorized
 from eckart.model.targets import find_targets
+from eckart.ranks.tolerance import Tolerance, tolerated_ranks
 from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -73,6 +77,61 @@ def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
     assert report.keep == pytest.approx(0.7, abs=0.02)
     assert report.keep >= 0.7
     assert report.scores == pytest.approx((whole / dense, small.num_parameters() / dense))
+    assert list(report.seconds) == ["statistics", "search", "factorization", "scoring"]
+
+
+@pytest.mark.parametrize("recipe", ["svd", "drone_tolerance", "anchored"])
+def test_several_keeps_give_what_single_calls_give(recipe: str) -> None:
+    """Bit for bit, in the given order, from one set of calibration statistics."""
+    model, keeps, targets = tiny.bert(), (0.5, 0.8), "*.layer.0.attention.*"
+    together = eckart.compress(model, BATCHES, keeps, recipe, include=targets)
+    assert isinstance(together, list)
+    for keep, (small, report) in zip(keeps, together, strict=True):
+        alone, expected = eckart.compress(model, BATCHES, keep, recipe, include=targets)
+        tiny.assert_same(alone, small, INPUTS)
+        assert {**vars(report), "seconds": None} == {**vars(expected), "seconds": None}
+        assert report.seconds["statistics"] == together[0].report.seconds["statistics"]
+
+
+def test_the_report_fits_a_screen_and_says_what_comes_next() -> None:
+    _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, "anchored")
+    lines = str(report).splitlines()
+    assert len(lines) < 12
+    assert {line.partition("  ")[0] for line in lines} >= {"parameters", "targets", "ranks", "predicted loss", "next"}
+    assert f"{report.parameters[0]:,} → {report.parameters[1]:,}" in lines[0]
+    assert "increase of the loss" in str(report)
+    assert str(min(report.ranks.values())) in str(report)
+    assert list(report.seconds) == ["statistics", "search", "factorization"]
+    assert all(part in str(report) for part in report.seconds)
+    assert "left dense" in str(eckart.compress(tiny.bert(), BATCHES, 1.0, "svd").report)
+
+
+def test_progress_bars_are_those_of_transformers(capfd: pytest.CaptureFixture[str]) -> None:
+    eckart.compress(tiny.bert(), BATCHES, 0.5, "anchored")
+    out, err = capfd.readouterr()
+    assert not out
+    for part in ("Calibration statistics", "Singular values (keep 0.5)", "Factorization in order (keep 0.5)"):
+        assert f"{part}: 100%" in err
+    eckart.compress(tiny.bert(), BATCHES, 0.5, "drone_tolerance", include="*.query")
+    assert "Ranks, pass 1 (keep 0.5): 100%" in capfd.readouterr().err
+    disable_progress_bar()
+    try:
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "anchored")
+    finally:
+        enable_progress_bar()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_stage_has_no_second_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    """Stages call the same functions, and print progress of their own."""
+    model, weighting = tiny.bert(), eckart.recipes()["drone"].weighting
+    targets = find_targets(model, BATCHES[0]).targets
+    ranks = dict.fromkeys([target.name for target in targets], 1)
+    statistics = collect(model, BATCHES, targets, ["inputs"])
+    for order in (None, InOrder()):
+        factorize_model(copy.deepcopy(model), targets, ranks, weighting, statistics, in_order=order, batches=BATCHES)
+    tolerated_ranks(copy.deepcopy(model), targets, Tolerance(), 0.5, BATCHES, weighting)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_drop_that_cannot_be_met_is_an_error() -> None:
@@ -138,6 +197,12 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES, 2.0)
     with pytest.raises(ValueError, match=r"keep='0\.3'"):
         eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="keep is empty"):
+        eckart.compress(tiny.bert(), BATCHES, [])
+    with pytest.raises(ValueError, match=r"keep='0\.5'"):
+        eckart.compress(tiny.bert(), BATCHES, [0.3, "0.5"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
+        eckart.compress(tiny.bert(), BATCHES, [0.5], largest_drop=0.1, score=float)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="Linear"):
         eckart.compress(torch.nn.Linear(2, 2), BATCHES, 0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"BertModel.*head"):

@@ -102,11 +102,11 @@ class TestSummary:
     def test_mean_and_sample_standard_deviation(self) -> None:
         table = summary.cells(made_up())
         row = table.iloc[0]
-        assert row["dense, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
+        assert row["original, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
         assert row["recovered, %"] == "85.0 ± 1.4"
-        assert row["of dense, %"] == "100.3 ± 6.7"  # of 105 and 95.6
+        assert row["of original, %"] == "100.3 ± 6.7"  # of 105 and 95.6
         assert row["of control, %"] == "94.4 ± 1.6"  # of 93.3 and 95.6
-        assert row["from dense, % (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
+        assert row["vs. original, points (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
         assert row["factorized, %"] == "50.0 ± 0.0"
         plain = row.str.replace("\N{NO-BREAK SPACE}", " ")
         assert plain["targets"] == "50.0 %"
@@ -123,8 +123,8 @@ class TestSummary:
         ("metric", "seeds", "head", "cell"),
         [
             ("accuracy", 1, "recovered, %", "84.0"),  # one seed has no spread
-            ("matthews", 2, "recovered", "0.850 ± 0.014"),
-            ("perplexity", 2, "of dense, %", "99.9 ± 6.7"),  # of 80 ÷ 84 and 90 ÷ 86
+            ("matthews", 2, "recovered, × 100", "85.0 ± 1.4"),
+            ("perplexity", 2, "of original, %", "99.9 ± 6.7"),  # of 80 ÷ 84 and 90 ÷ 86
         ],
     )
     def test_a_cell_has_the_units_and_digits_of_its_metric(

@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markupsafe import escape
 from ruamel.yaml import YAML
@@ -26,8 +28,9 @@ from eckart.model.targets import Target
 from tasks import compare
 from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.report import conclusion, heatmap, numbers, plots, results
+from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping
 from tasks.report.card import card
+from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import REPOSITORY, repository_params
@@ -265,7 +268,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def page() -> str:
     """As it reads without its script, links and cards."""
     text = re.sub(r"<script.*?</script>|<details.*?</details>", "", whole_page(), flags=re.DOTALL)
-    return re.sub(r' data-[a-z]+="[^"]*"|</?(?:a|span)(?: (?:xlink:)?href="[^"]*")?>', "", text)
+    return re.sub(r' data-[a-z]+="[^"]*"|</?(?:a|span)(?: href="[^"]*")?>', "", text)
 
 
 def whole_page() -> str:
@@ -273,8 +276,8 @@ def whole_page() -> str:
 
 
 def plain(text: str) -> str:
-    """With every space an ordinary one."""
-    return text.replace("\N{NO-BREAK SPACE}", " ")
+    """With every space an ordinary one, and every minus sign a hyphen."""
+    return text.replace("\N{NO-BREAK SPACE}", " ").replace("\N{MINUS SIGN}", "-")
 
 
 def columns_of(text: str) -> set[int]:
@@ -285,8 +288,9 @@ def columns_of(text: str) -> set[int]:
 
 
 def titles(plot: str) -> list[str]:
-    """The words of a plot that are no numbers and no axis' name."""
-    words = [text.text or "" for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text")]
+    """The words of a plot, of one or several panels, that are no numbers and no axis' name."""
+    root = ElementTree.fromstring(f"<div>{plot}</div>")
+    words = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
     return [word for word in words if word != "step" and not re.fullmatch(r"[-−e\d.]+|[\d.]+.[kMGT]", word)]
 
 
@@ -327,7 +331,7 @@ def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
     lines = text_lines()
     assert "0.660 *" in lines["kfac-0.5"]
     assert "0.650 ≈" in lines["svd-0.5"]
-    assert "82.5 %" in lines["kfac-0.5"]  # 0.66 of 0.8
+    assert " -0.140 " in lines["kfac-0.5"]  # 0.66 - 0.8
     assert "1.50 ×" in lines["kfac-0.5"]
     assert re.search(r"^ *trivial baseline .* 0\.500 ", compare.TEXT.read_text(), re.MULTILINE)
     assert '<th scope="row">trivial baseline</th>' in page()
@@ -366,11 +370,11 @@ def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> N
     make_study(["svd", "kfac"], [0.5, 0.25], bert_like(2))
     compare.compare()
     assert {"svd-0.5", "svd-0.25", "kfac-0.5", "kfac-0.25"} <= set(re.findall(">([^<]*)</th>", page()))
-    assert page().count('class="best"') == 2
+    assert page().count('class="best"') == 1  # the one that promote takes
     assert not re.findall(r"<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", whole_page())
     ids = re.findall(r'\bid="([^"]+)"', whole_page())
     assert len(ids) == len(set(ids))
-    assert not re.search("Zero-shot|Generated text|onnxruntime", page())
+    assert not re.search("Zero-shot|Generated text|onnxruntime|int8", page())
     assert "What it writes" not in (compare.CARDS / "svd-0.5.md").read_text()
     assert "onnxruntime" not in compare.TEXT.read_text()
     assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
@@ -457,7 +461,7 @@ def test_any_study_fits(
 ) -> None:
     make_study([f"recipe{number}" for number in range(recipes)], keeps, target_names, metric, dense)
     compare.compare()
-    assert page().count("<td title=") == recipes * len(keeps) * len(target_names)
+    assert page().count("<td title=") == len(keeps) * len(target_names)  # all recipes have the same ranks
     columns = heatmap.columns(results.load_results())
     assert columns.cell * len(target_names) <= 960
     assert sum(count for _, count in columns.layers) == len(target_names)
@@ -501,10 +505,18 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
     make_candidate("svd", 0.5, targets, 0.7, measured=rising)
     make_candidate("kfac", 0.5, targets, 0.7, measured=falling)
     found = results.load_results()
-    words = [word for word in titles(plots.predictions_svg(found) or "") if "correlation" in word]
-    assert [re.findall(r"(\w+):.*?([-−]?1\.00)", word)[0] for word in words] == [("svd", "1.00"), ("kfac", "-1.00")]
+    assert {"svd", "kfac"} <= set(titles(plots.predictions_svg(found) or ""))
+    assert "svd 1.00, kfac -1.00" in " ".join(plots.predictions_read(found))
+    params = json.loads(Path("params.yaml").read_text())
+    params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
+    write("params.yaml", params)  # now in nats: 0.4 for 0.1, 0.3 for 0.2, 0.2 for 0.3, 0.1 for 0.4
+    first, second = plots.predictions_read(results.load_results())
+    assert first.startswith(
+        "kfac: the measured loss is 1.1 times the predicted one at the median, and larger at 2 of 4"
+    )
+    assert "svd 1.00." in second
     compare.compare()
-    assert page().count("<figure") == 5
+    assert first in page()
 
 
 def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
@@ -515,9 +527,11 @@ def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) ->
     assert (svd.curve[1].compared_loss, svd.curve[1].measures) == (1 / 2, {})
     made = plots.measures_svgs(results.load_results(), "search_curve")
     assert list(made) == ["ars", "both"]
-    assert titles(made["ars"]) == ["task loss", "R", "R_align", "keep 0.5", "keep 0.25"]
-    assert titles(made["both"]) == ["task loss", "remaining", "kept", "keep 0.5"]
-    assert titles(plots.measures_svgs(results.load_results(), "curve")["both"]) == ["rows", "keep 0.5"]
+    assert titles(made["ars"]) == ["task loss", "R", "R_align"]
+    assert titles(made["both"]) == ["task loss", "remaining", "kept"]
+    assert re.findall(r"keep [\d.]+", made["ars"]) == ["keep 0.5", "keep 0.25"]
+    assert re.findall(r"keep [\d.]+", made["both"]) == ["keep 0.5"]
+    assert titles(plots.measures_svgs(results.load_results(), "curve")["both"]) == ["rows"]
     compare.compare()
     assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
         "R",
@@ -526,7 +540,7 @@ def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) ->
         "kept",
         "rows",
     ]
-    assert page().count("<figure") == 8  # by cost, by keep, 2 maps, 2 searches, training, 1 recovery
+    assert page().count("<figure") == 9  # by size, time and keep, 2 maps, 2 searches, training, 1 recovery
     for plot in re.findall(r"<svg.*?</svg>", page(), re.DOTALL):
         ElementTree.fromstring(plot)
     ids = re.findall(r'\bid="([^"]+)"', page())
@@ -539,7 +553,7 @@ def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
     make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
     make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
     shown = titles(plots.measures_svgs(results.load_results(), "search_curve")["ars"])
-    assert shown == ["task loss", *measures, HOSTILE, "keep 1", "keep 0.5"]
+    assert shown == ["task loss", *measures, HOSTILE]
 
 
 def limited(**promotion: Any) -> results.Results:
@@ -561,7 +575,7 @@ def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace:
     assert limited(largest_drop=0.01).choice.chosen == "kfac-0.5"
     edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
     assert limited(largest_drop=0.01).choice.chosen == "svd-0.5"
-    assert "On test examples kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
+    assert "On test examples, kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
     found = limited(largest_drop=0.01, keep=0.6)  # 290 of 400 are too many
     assert found.choice.chosen == "kfac-0.3"
     compare.compare()
@@ -626,7 +640,7 @@ def test_a_candidate_that_gives_one_answer_is_named(workspace: Path) -> None:
     sentence = "The answer to every test example is yes: kfac-0.5."
     assert sentence in compare.TEXT.read_text()
     assert sentence in page()
-    assert "It answers yes to every test example." in conclusion.conclusion(found)
+    assert "kfac-0.5 answers yes to every test example." in conclusion.conclusion(found)
     assert "It answers yes" in Path("reports/cards/kfac-0.5.md").read_text()
     assert "It answers yes" not in Path("reports/cards/svd-0.5.md").read_text()
 
@@ -642,7 +656,7 @@ def test_intervals_agree_with_gains_and_rivals(workspace: Path) -> None:
     assert found.gain(svd.after, kfac.after) == -1
     assert (found.difference(kfac.after, same.after).low, found.difference(kfac.after, same.after).high) == (0, 0)
     marks = {candidate.recipe: row(found, candidate).mark for candidate in found.candidates}
-    assert marks == {"svd": "", "kfac": "*", "same": "*"}
+    assert marks == {"svd": "", "kfac": "*", "same": "≈"}
     for line in csv.DictReader(to_csv(found).splitlines()):
         difference = float(line["recovered"]) - float(line["dense"])
         assert float(line["from_dense_low"]) <= difference <= float(line["from_dense_high"])
@@ -660,8 +674,7 @@ def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     assert "perplexity (lower is better)" in text
     lines = text_lines()
     assert "25.00 *" in lines["kfac-0.5"]
-    assert "80.0 %" in lines["kfac-0.5"]  # 20 ÷ 25
-    assert "100.0 %" in lines["dense"]
+    assert " +5.00 " in lines["kfac-0.5"]  # 25 - 20
     assert [name for name, line in lines.items() if "*" in line] == ["kfac-0.5", "*"]  # and what the star means
     assert re.findall('<td class="best">([^<]*)<', page()) == ["25.00"]
 
@@ -670,8 +683,8 @@ def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     ("worst", "axis"),
     [
         (199.0, "(lower is better)"),
-        (13_000.0, "(lower is better, scale finest at dense)"),
-        (1e304, "(lower is better, scale finest at dense)"),
+        (13_000.0, "(lower is better, scale finest at the original)"),
+        (1e304, "(lower is better, scale finest at the original)"),
     ],
 )
 def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: str) -> None:
@@ -683,7 +696,7 @@ def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: 
 def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
     make_study(["svd"], [0.5], ["map"])
     make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
-    assert "accuracy on the test split" in titles(plots.tradeoff_svg(results.load_results()))
+    assert "accuracy on test examples" in titles(plots.tradeoff_svg(results.load_results()))
 
 
 def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
@@ -781,6 +794,8 @@ def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) ->
         {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
     )
     write_predictions(f"{name}.onnx", onnx=onnx, int8=int8)
+    if name == "dense":  # the same stage exports the control
+        make_exports("control", onnx + 0.1, int8 + 0.1)
 
 
 def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
@@ -800,12 +815,16 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
         ("dense", "torch", "0.8", "4000"),
         ("dense", "onnx", "0.8", "4000"),
         ("dense", "int8", "0.75", "1000"),
+        ("control", "torch", "0.8", "4000"),
+        ("control", "onnx", "0.9", "4000"),
+        ("control", "int8", "0.85", "1000"),
         ("kfac-0.5", "torch", "0.66", "2800"),
         ("kfac-0.5", "onnx", "0.7", "4000"),
         ("kfac-0.5", "int8", "0.65", "1000"),
     ]
-    assert [float(line["8x16.of_torch"]) for line in lines] == [1, 2, 4, 8, 16, 32]
-    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in range(6)]
+    # The control has the original model's shapes, and its times.
+    assert [float(line["8x16.of_torch"]) for line in lines] == [1, 2, 4, 1, 2, 4, 8, 16, 32]
+    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in (0, 1, 2, 0, 1, 2, 3, 4, 5)]
     assert float(lines[0]["from_dense_low"]) == float(lines[0]["from_dense_high"]) == 0
     assert float(lines[2]["from_dense_low"]) < -0.05 < float(lines[2]["from_dense_high"])
     text = plain(Path("reports/comparison.txt").read_text())
@@ -813,6 +832,44 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     assert "32.00 ×" in page()
     assert "same runtime 8.00 × (8.00 to 8.00)" in page()
     assert "onnxruntime, int8" in page()
+
+
+def test_the_file_to_ship_is_the_smallest_that_is_good_enough_by_its_own_metric() -> None:
+    """Of the candidate that promote takes; the tiles say what the table says of it."""
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    edit("params.yaml", export={"recipes": ["kfac"]})
+    make_exports("dense", 0.8, 0.75)
+    speeds = {"torch": 1, "onnx": 2, "int8": 4}
+    make_benchmark("kfac-0.5", dense=speeds, candidate={name: 3 * speed for name, speed in speeds.items()})
+    folder = ("torch", "models/finetuned/kfac-0.5", "eckart publish kfac-0.5 USER/NAME")
+    onnx = ("onnx", "models/onnx/kfac-0.5/model.onnx", "eckart export kfac-0.5 kfac-0.5.onnx")
+    int8 = ("int8", "models/onnx/kfac-0.5/int8.onnx", "eckart export kfac-0.5 kfac-0.5.onnx --int8")
+    for of_onnx, of_int8, wanted in ((0.5, 0.5, folder), (0.8, 0.5, onnx), (0.8, 0.8, int8)):
+        make_exports("kfac-0.5", of_onnx, of_int8)
+        found = limited(largest_drop=0.2)
+        ship = shipping.to_ship(found)
+        assert ship.candidate.name == found.choice.nearest == "kfac-0.5"
+        assert (ship.run.runtime, ship.path, ship.command) == wanted
+        metric, size_, speed = shipping.tiles(found, ship)
+        line = next(
+            row
+            for row in runtime_rows(found)
+            if row.name == "kfac-0.5" and row.cells["runtime"].value == TITLES[ship.run.runtime]
+        )
+        assert (metric.value, size_.value) == (line.cells["accuracy"].value, line.cells["size"].value)
+        assert line.cells["accuracy"].below in metric.lines[0]
+        assert speed.value in line.cells["speed, 8 × 16"].below + line.cells["speed, 8 × 16"].value
+        compare.compare()
+        assert f"<code>{ship.path}</code>" in page()
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
+def test_a_file_is_on_the_frontier_if_none_is_better_and_as_small(places: list[tuple[int, int]]) -> None:
+    best = frontier.best_of(places, lambda place: place[0], lambda place: place[1])
+    assert best == sorted(best)
+    for cost, good in places:
+        beaten = any(other[0] <= cost and other[1] >= good and other != (cost, good) for other in places)
+        assert ((cost, good) in best) is not beaten
 
 
 def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:

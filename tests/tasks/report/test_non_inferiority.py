@@ -100,18 +100,18 @@ def test_the_margin_is_held_against_the_worse_end_for_dense_and_control(workspac
     assert ends[CONTROL] < ends[DENSE] < 0
     for largest, shown in ((-ends[DENSE] + 1e-6, False), (-ends[CONTROL] + 1e-6, True), (-ends[CONTROL] - 1e-6, False)):
         limit(largest)
-        assert non_inferior(load_results(), one) is shown
+        assert non_inferior(load_results(), one.after) is shown
     limit(0.0)
-    gains = {reference: each.gain for reference, each in against_both(load_results(), one).items()}
+    gains = {reference: each.gain for reference, each in against_both(load_results(), one.after).items()}
     assert gains == pytest.approx({DENSE: -0.01, CONTROL: -0.06})
 
 
 def test_of_a_perplexity_the_worse_end_is_the_higher(workspace: Path) -> None:
     make_perplexities(20.0, better=(90.0, 19.0), worse=(90.0, 21.0))
     found = load_results()
-    better, worse = (statistics(found, one, DENSE, 1.5) for one in found.candidates)
+    better, worse = (statistics(found, one.after, DENSE, 1.5) for one in found.candidates)
     assert (better.gain, worse.gain) == pytest.approx((1.0, -1.0))
     assert worse.low == pytest.approx(-found.difference(("worse-0.5", "recovered"), DENSE).high)
     assert better.low <= better.gain
     for beyond, holds in ((1e-6, True), (-1e-6, False)):
-        assert statistics(found, found.candidates[1], DENSE, -worse.low + beyond).interval_holds is holds
+        assert statistics(found, found.candidates[1].after, DENSE, -worse.low + beyond).interval_holds is holds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ CANDIDATES = {  # metric, parameters, speed: as numbers they are in another orde
 }
 REFERENCES = ["dense", "dense + recovery", "trivial baseline"]
 NAMES = ["kfac-0.5", "svd-0.5", "svd-0.25", "kfac-0.25"]  # keep by keep, the best first
-COLUMNS = {"factorized": "factorized", "speed": "speedup"}
+COLUMNS = {"before fine-tuning": "factorized", "speed": "speedup"}
 
 pytestmark = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="no browser: on Debian `apt-get install chromium chromium-driver`"
@@ -122,7 +123,7 @@ def test_a_head_sorts_by_numbers(page: Chrome, study: Path, head: str, column: s
     """Upwards, downwards, then as it was; references stay on top, and a dash at the end."""
     lines = list(csv.DictReader((study / compare.TABLE).read_text().splitlines()))[1:]
     numbers = {f"{line['recipe']}-{line['keep']}": float(line[column] or "nan") for line in lines}
-    sort_by(page, "of dense")  # which the next head replaces
+    sort_by(page, "vs. original")  # which the next head replaces
     for order, sign in {"ascending": 1, "descending": -1}.items():
         assert sort_by(page, head) == order
         assert len(page.find_elements(By.CSS_SELECTOR, "[aria-sort]")) == 1
@@ -137,7 +138,9 @@ def test_a_filter_holds_for_all_tables_until_it_is_cleared(page: Chrome, words: 
     field = page.find_element(By.CSS_SELECTOR, ".filter input")
     field.send_keys(words)
     assert rows(page) == [*REFERENCES, *left]
-    assert rows(page, table=1) == ["dense"] * 3 + [name for name in left if "svd" in name for _ in range(3)]
+    assert rows(page, table=1) == ["dense"] * 3 + ["dense + recovery"] * 3 + [
+        name for name in left if "svd" in name for _ in range(3)
+    ]
     field.send_keys(*[Keys.BACKSPACE] * len(words))
     assert rows(page) == [*REFERENCES, *NAMES]
 
@@ -148,10 +151,10 @@ def test_without_its_script_the_page_shows_all_that_it_says(browser: Chrome, stu
     try:
         browser.get((study / compare.PAGE).as_uri())
         assert rows(browser) == [*REFERENCES, *NAMES]
-        assert len(rows(browser, table=1)) == 9
-        assert all(plot.is_displayed() for plot in browser.find_elements(By.CSS_SELECTOR, "figure svg"))
+        assert len(rows(browser, table=1)) == 12
+        assert all(plot.is_displayed() for plot in browser.find_elements(By.CSS_SELECTOR, "figure > svg:not(.narrow)"))
         assert not any(shown.is_displayed() for shown in browser.find_elements(By.CSS_SELECTOR, ".filter, button"))
-        for link in ("tr[data-candidate='svd-0.25'] a", "figure a[*|href='#kfac-0.5'] use"):
+        for link in ("tr[data-candidate='svd-0.25'] a", "figure a[href='#kfac-0.5'] .mark"):
             (name,) = [name for name in NAMES if name in link]
             browser.find_element(By.CSS_SELECTOR, link).click()
             section = browser.find_element(By.ID, name)
@@ -173,13 +176,41 @@ def test_no_script_runs_but_the_page_s_own(browser: Chrome, study: Path, tmp_pat
     assert sort_by(browser, "size") == "ascending"  # its own does
 
 
-def test_the_page_is_as_wide_as_the_window(page: Chrome) -> None:
-    """Wider parts scroll by themselves."""
-    metrics = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+@pytest.fixture(params=[390, 1400])
+def sized(page: Chrome, request: pytest.FixtureRequest) -> Iterator[Chrome]:
+    """In a window of this width."""
+    metrics = {"width": request.param, "height": 844, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        page.find_element(By.CSS_SELECTOR, "tr[data-candidate='svd-0.5'] a").click()
-        root = "document.documentElement"
-        assert page.execute_script(f"return {root}.scrollWidth <= {root}.clientWidth")
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    yield page
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_page_is_as_wide_as_the_window(sized: Chrome) -> None:
+    """Wider tables scroll by themselves, and their first column stays."""
+    sized.find_element(By.CSS_SELECTOR, "tr[data-candidate='svd-0.5'] a").click()
+    root = "document.documentElement"
+    assert sized.execute_script(f"return {root}.scrollWidth <= {root}.clientWidth")
+    table = sized.find_element(By.CSS_SELECTOR, ".wide")
+    name = table.find_element(By.CSS_SELECTOR, "tbody th")
+    before = name.rect["x"]
+    sized.execute_script("arguments[0].scrollLeft = 1000", table)
+    assert name.rect["x"] == before
+
+
+def test_no_mark_and_no_label_lies_on_another(sized: Chrome) -> None:
+    boxes = """
+        return [...document.querySelectorAll('.chart svg')].filter((svg) => svg.checkVisibility()).map((svg) =>
+          [...svg.querySelectorAll('.mark, text')].map((part) => {
+            const box = part.getBoundingClientRect();
+            return [part.textContent, box.left, box.top, box.right, box.bottom];
+          }));
+    """
+    charts = sized.execute_script(boxes)
+    assert len(charts) == 2  # against size and time
+    for parts in charts:
+        assert {"original", "control"} <= {part[0] for part in parts}
+        for (one, *a), (other, *b) in itertools.combinations(parts, 2):
+            apart = (
+                a[2] <= b[0] + 1 or b[2] <= a[0] + 1 or a[3] <= b[1] + 3 or b[3] <= a[1] + 3
+            )  # boxes of text are high
+            assert apart, (one, other)

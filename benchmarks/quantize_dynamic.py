@@ -1,11 +1,11 @@
 """Compare our int8 files with onnxruntime's default: one call of `quantize_dynamic` for the original model.
 
-    make run && python -m benchmarks.one_line anchored-0.33    # a Markdown table for the study in this folder
+    make run && python -m benchmarks.quantize_dynamic anchored-0.33    # a Markdown table for the study in this folder
 
 The default is `quantize_dynamic(model, quantized)` of the exported original model, without further arguments, in a
-session with onnxruntime's default options. Our int8 files run with the options that the pipeline's stages use. All
-files are timed in turns, with `threads.candidate` threads, on inputs of each of `benchmark.shapes`. They are scored on
-the test examples.
+session with onnxruntime's default options. Our int8 files run with the options that the pipeline's stages use. Runs
+of all files are interleaved, with `threads.candidate` threads and inputs of each of `benchmark.shapes`. The files are
+scored on the test examples.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import onnxruntime
 from onnxruntime.quantization import quantize_dynamic
 
+from benchmarks.cells import megabytes, metric_cell, metric_title, times_cell
 from eckart import onnx
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import ONNX, ONNX_FILES
@@ -27,11 +28,12 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.report.numbers import counted
 from tasks.runtime.stage_runner import quiet
 from tasks.scoring.splits import load_scorer
 from tasks.scoring.timing import Forward, in_rounds, ratio
 
-ONE_LINE = "dense, one line"
+DEFAULT = "original, default `quantize_dynamic`"
 
 
 def by_default(file: Path, threads: int) -> Forward:
@@ -54,9 +56,10 @@ def rows(files: dict[str, Path], forwards: dict[str, Forward], cases: dict[str, 
     rounds = section("benchmark", Benchmark).repetitions
     taken = {shape: in_rounds(forwards, inputs, rounds) for shape, inputs in cases.items()}
     for name, file in files.items():
-        times = [ratio(seconds[ONE_LINE], seconds[name]) for seconds in taken.values()]
-        cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
-        yield f"| {name} | {file.stat().st_size / 1e6:.1f} | {metric(file, threads):.4f} | {' | '.join(cells)} |"
+        times = [ratio(seconds[DEFAULT], seconds[name]) for seconds in taken.values()]
+        cells = ["1" if name == DEFAULT else times_cell(ratio) for ratio in times]
+        score = metric_cell(metric(file, threads))
+        yield f"| {name} | {megabytes(file.stat().st_size)} | {score} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -68,17 +71,19 @@ def main() -> None:
     model, _ = load(TEACHER, kind_of(load_task()).auto)
     cases: dict[str, Batch] = {f"{count} × {tokens}": random_inputs(model, count, tokens) for count, tokens in shapes}
     with tempfile.TemporaryDirectory() as folder:
-        line = Path(folder) / "one_line.onnx"
-        quantize_dynamic(ONNX / "dense" / ONNX_FILES["onnx"], line)
-        ours = {name: ONNX / name / ONNX_FILES["int8"] for name in ("dense", *asked.candidates)}
-        forwards = {ONE_LINE: by_default(line, threads)} | {
+        default = Path(folder) / "default.onnx"
+        quantize_dynamic(ONNX / "dense" / ONNX_FILES["onnx"], default)
+        names = {"dense": "original, Eckart's int8"} | {name: name for name in asked.candidates}
+        ours = {title: ONNX / name / ONNX_FILES["int8"] for name, title in names.items()}
+        forwards = {DEFAULT: by_default(default, threads)} | {
             name: onnx.runner(file, threads) for name, file in ours.items()
         }
-        print(f"| int8 | MB | metric | {' | '.join(f'{shape}, × that line' for shape in cases)} |")
+        print(f"| int8 file | MB | {metric_title()} | {' | '.join(f'{shape}: ÷ the default' for shape in cases)} |")
         print("|---" * (3 + len(cases)) + "|")
-        for row in rows({ONE_LINE: line, **ours}, forwards, cases, threads):
+        for row in rows({DEFAULT: default, **ours}, forwards, cases, threads):
             print(row, flush=True)
-    print(f"\n{threads} thread, examples × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
+    rounds = section("benchmark", Benchmark).repetitions
+    print(f"\n{counted(threads, 'thread')}; medians of {rounds} rounds. The default runs in a default session.")
 
 
 if __name__ == "__main__":

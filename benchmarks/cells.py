@@ -1,0 +1,30 @@
+"""Format the cells of benchmark tables."""
+
+from __future__ import annotations
+
+from tasks.artifacts.metrics import METRICS
+from tasks.artifacts.results_schema import Times
+from tasks.artifacts.task_spec import load_task
+from tasks.report.numbers import score
+from tasks.report.rounding import rounded
+
+ORIGINAL = "original"
+
+
+def metric_title() -> str:
+    """Return the name and unit of the study's metric, as the head of a column."""
+    metric = METRICS[load_task().metric]
+    return metric.title + (", %" if metric.share else ", × 100" if metric.bounded else "")
+
+
+def metric_cell(value: float) -> str:
+    return rounded(100 * value) if METRICS[load_task().metric].bounded else score(value)
+
+
+def megabytes(size: float) -> str:
+    return rounded(size / 1e6)
+
+
+def times_cell(times: Times) -> str:
+    """Format a ratio and its interval: 1.51 (1.50 to 1.52)."""
+    return f"{rounded(times.median, 2)} ({rounded(times.low, 2)} to {rounded(times.high, 2)})"

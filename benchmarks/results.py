@@ -1,0 +1,594 @@
+"""Write the tables and charts of the results pages and of README.md from the CSV files in docs/results/.
+
+    python -m benchmarks.results             # write all pages and charts
+    python -m benchmarks.results methods     # print the text `methods`
+    python -m benchmarks.results --check     # write nothing; fail if a page or a chart is not up to date
+
+In a page, a generated text stands between the comments `<!-- results: NAME -->` and `<!-- end of results -->`. All else
+is written by hand. NAME is a text of TEXTS, or a number of `claims`, which may stand within a sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+
+import pandas as pd
+
+from benchmarks.result_files import (
+    CONTROL,
+    NAMES,
+    ORIGINAL,
+    REPOSITORY,
+    markdown,
+    mean_and_spread,
+    pair,
+    ratio,
+    read,
+    rows,
+)
+from tasks.report.rounding import rounded
+
+PAGES = ("README.md", *(f"docs/results/{name}.md" for name in ("index", "shipping", "claims")))
+_MARKED = re.compile(r"<!-- results: ([\w. -]+?) -->.*?<!-- end of results -->", re.DOTALL)
+
+FAIR = ("fair-reviews", "fair-sts-b")
+ANCHORED = {"anchored-reviews": "movie reviews", "anchored-products": "product reviews"}
+ANCHORED |= {"anchored-tweets": "tweets", "anchored-sts-b": "STS-B"}
+KEEPS = (0.5, 0.33, 0.2)
+_STEPS = ("factorized", "recovered")
+
+
+# methods: docs/results/index.md and claims.md
+
+
+def _best_first(study: str) -> list[str]:
+    """Return the recipes of a study, the best after recovery fine-tuning first."""
+    table = read(study)
+    means = table[table.recipe != CONTROL].groupby("recipe").recovered.mean()
+    return [str(name) for name in means.sort_values(ascending=False, kind="stable").index]
+
+
+def methods() -> str:
+    """Return the table of all methods, each at its best, at keep 0.33."""
+    heads = ["method", "before, %", "after, %", "after vs. control, points", "minutes"]
+    heads += ["STS-B: before", "STS-B: after", "STS-B: after vs. control"]
+    reviews, pairs = (rows(study, ORIGINAL) for study in FAIR)
+    lines = [["original", mean_and_spread(reviews.dense), "", "", "", mean_and_spread(pairs.dense), "", ""]]
+    for recipe in (CONTROL, *_best_first(FAIR[0])):
+        line = [NAMES[recipe]]
+        for study in FAIR:
+            own = rows(study, recipe)
+            line += [mean_and_spread(own[step]) if recipe != CONTROL else "" for step in _STEPS[:1]]
+            line += [mean_and_spread(own.recovered)]
+            line += [pair(study, recipe, CONTROL).points if recipe != CONTROL else ""]
+            line += [rounded(own.seconds.mean() / 60)] if study == FAIR[0] else []
+        lines.append(line)
+    return markdown(heads, lines)
+
+
+def ties(recipe: str, step: str = "recovered") -> str:
+    """List tasks and keeps at which a recipe does not differ significantly from `anchored`."""
+    found = []
+    for study, task in ANCHORED.items():
+        differences = {keep: pair(study, recipe, "anchored", step, keep) for keep in KEEPS}
+        if keeps := [f"{keep:g}" for keep, difference in differences.items() if difference.low <= 0 <= difference.high]:
+            found.append(f"{task} {', '.join(keeps)}")
+    return "; ".join(found)
+
+
+def as_good() -> str:
+    """Return the paragraph about published methods that are as good as ours."""
+    sts = {recipe: mean_and_spread(rows("fair-sts-b", recipe).recovered) for recipe in ("losparse", "anchored")}
+    reviews = {
+        recipe: mean_and_spread(rows("fair-reviews", recipe).recovered) for recipe in ("losparse", "anchored", CONTROL)
+    }
+    after = pair("fair-reviews", "losparse", "anchored")
+    fast = {recipe: ratio(rows("fair-sts-b", recipe).speedup.mean()) for recipe in ("losparse", "anchored")}
+    soft = {recipe: mean_and_spread(rows("fair-softlm", recipe).factorized) for recipe in ("softlm", "kfac")}
+    return _wrapped(
+        f"- **LoSparse matches our recipe `anchored` on STS-B**: a Pearson correlation (× 100) of {sts['losparse']} "
+        f"against {sts['anchored']} after fine-tuning, a difference of "
+        f"{pair('fair-sts-b', 'losparse', 'anchored').points} points. In torch it is {fast['losparse']} as fast as "
+        f"the original, `anchored` {fast['anchored']}.",
+        f"- After fine-tuning, LoSparse does not differ significantly from `anchored` at these keeps: "
+        f"{ties('losparse')}.",
+        f"- The same holds for DRONE before fine-tuning at {ties('drone', 'factorized')}, and after it at "
+        f"{ties('drone')}.",
+        f"- SoftLM at its paper's rates has {soft['softlm']} % before recovery fine-tuning, our `kfac` {soft['kfac']} %"
+        " (one seed, `anchored` not run). SoftLM's search is itself a training of "
+        f"{rows('fair-softlm', 'softlm').search_steps.iloc[0]:,} steps.",
+        f"- On movie reviews no published method is as good after fine-tuning. Accuracy in percent: LoSparse "
+        f"{reviews['losparse']}, `anchored` {reviews['anchored']}, the control {reviews[CONTROL]}. LoSparse minus "
+        f"`anchored`: {after.points} points.",
+    )
+
+
+def equal_cost() -> str:
+    """Return the table of all methods with 6,000 training examples each."""
+    study = "equal-cost"
+    lines = []
+    for recipe in (CONTROL, *_best_first(study)):
+        own, steps = rows(study, recipe), rows(study, recipe).search_steps
+        before = mean_and_spread(own.factorized) if recipe != CONTROL else ""
+        line = [NAMES[recipe], before, mean_and_spread(own.recovered)]
+        line += [pair(study, recipe, CONTROL).points if recipe != CONTROL else ""]
+        lines.append([*line, " to ".join(dict.fromkeys((f"{steps.min():.0f}", f"{steps.max():.0f}")))])
+    return markdown(["method", "before, %", "after, %", "after vs. control, points", "steps of search"], lines)
+
+
+_COMPARED = (
+    ("FWSVD", "weighting by Fisher information beats plain SVD", "fwsvd", "svd"),
+    ("IWSVD", "weighting by a Taylor expansion beats plain SVD", "iwsvd", "svd"),
+    ("DRONE", "weighting by the inputs beats plain SVD", "drone", "svd"),
+    ("ARS", "learned ranks beat uniform ones (FWSVD)", "ars", "fwsvd"),
+    ("LPAF", "pruning before factorization beats plain SVD", "lpaf", "svd"),
+    ("LPAF", "… and DRONE", "lpaf", "drone"),
+    ("LoSparse", "low rank plus sparse beats SVD", "losparse", "svd"),
+    ("LoSparse", "… and DRONE", "losparse", "drone"),
+    ("kfac (ours)", "two-sided weighting and waterfill beat DRONE", "kfac", "drone"),
+    ("kfac (ours)", "… and LoSparse", "kfac", "losparse"),
+    ("anchored (ours)", "… with anchoring, DRONE", "anchored", "drone"),
+    ("anchored (ours)", "… LoSparse", "anchored", "losparse"),
+    ("anchored (ours)", "… and kfac", "anchored", "kfac"),
+)
+
+
+def compared() -> str:
+    """Return the table of the papers' claims, each as a difference of two recipes."""
+    lines = []
+    for method, claim, model, reference in _COMPARED:
+        line = [method, claim]
+        for study in FAIR:
+            for step in _STEPS:
+                # LoSparse has no small model before its training ends
+                there = step == "recovered" or "losparse" not in (model, reference)
+                line.append(pair(study, model, reference, step).points if there else "–")
+        lines.append(line)
+    heads = ["method", "claim", "reviews: before", "after", "STS-B: before", "after"]
+    return markdown(heads, lines, left=2)
+
+
+def softlm() -> str:
+    """Return the table of SoftLM at its paper's rates."""
+    study = "fair-softlm"
+    lines = []
+    for reference, name in ((ORIGINAL, "original"), (CONTROL, "control"), ("kfac", "kfac")):
+        before = pair(study, "softlm", reference, "factorized").points if reference != CONTROL else "–"
+        after = pair(study, "softlm", reference).points
+        lines.append([f"SoftLM − {name}, points", before, after])
+    return markdown(["difference", "before", "after"], lines)
+
+
+_PARTS = (
+    ("ars_unaligned", "ars", "ARS without R_align", "R_align on raw singular values (the paper's)"),
+    ("ars_unaligned", "ars_normalized", "", "R_align on normalized singular values"),
+    ("ars_unaligned", "ars_gates", "", "free gates instead of the hypernetwork"),
+    ("ars_unaligned", "ars_elements", "", "the chosen components, not as many leading ones"),
+    ("lpaf", "lpaf_base", "LPAF (sensitivity)", "an epoch of pruning from the base model"),
+    ("lpaf", "lpaf_finetuned", "", "fine-tuning without mixed rank"),
+    ("lpaf", "lpaf_plain_svd", "", "plain SVD"),
+    ("lpaf", "lpaf_magnitude", "", "magnitudes as scores"),
+    ("lpaf", "lpaf_signed", "", "signed scores (the paper's)"),
+    ("losparse", "losparse_window", "LoSparse", "its authors' window"),
+    ("losparse", "losparse_pruning", "", "rows alone (ITP)"),
+    ("losparse", "losparse_factors", "", "factors alone"),
+    ("kfac", "kfac_ars", "kfac", "ARS's ranks"),
+    ("kfac", "kfac_losparse", "", "a fifth of the budget in LoSparse's rows"),
+    ("kfac", "kfac_distilled", "", "distillation"),
+)
+
+
+def parts() -> str:
+    """Return the table of methods with one part changed."""
+    lines = []
+    for reference, model, name, change in _PARTS:
+        small = "losparse" not in model  # LoSparse has no small model before its training ends
+        before = pair("variants", model, reference, "factorized", task="parts").points if small else "–"
+        lines.append([name, change, before, pair("variants", model, reference, task="parts").points])
+    return markdown(["method", "changed to", "before", "after"], lines, left=2)
+
+
+SERIES = (("drone", "factorized"), ("anchored", "factorized"))
+SERIES += (("drone", "recovered"), ("losparse", "recovered"), ("anchored", "recovered"))
+
+
+def sizes() -> str:
+    """Return the table of differences from the original (before) and the control (after) at several keeps."""
+    lines = []
+    for study, task in ANCHORED.items():
+        for keep in KEEPS:
+            differences = [
+                pair(study, recipe, ORIGINAL if step == "factorized" else CONTROL, step, keep)
+                for recipe, step in SERIES
+            ]
+            lines.append([task, f"{keep:g}", *(difference.points for difference in differences)])
+    heads = [f"{NAMES[recipe]}, {'before' if step == 'factorized' else 'after'}" for recipe, step in SERIES]
+    return markdown(["task", "keep", *heads], lines, left=2)
+
+
+def small() -> str:
+    """Return the table of our recipe at keeps 0.1 and 0.05."""
+    lines = []
+    for keep in (0.1, 0.05):
+        own = rows("small", "anchored", keep)
+        before, after = (
+            pair("small", "anchored", ORIGINAL, "factorized", keep),
+            pair("small", "anchored", CONTROL, keep=keep),
+        )
+        line = [f"{keep:g}", mean_and_spread(own.factorized), before.points]
+        lines.append([*line, mean_and_spread(own.recovered), after.points])
+    return markdown(
+        ["keep", "before, %", "before vs. original, points", "after, %", "after vs. control, points"], lines
+    )
+
+
+LANGUAGE = (
+    ("smollm2-wikitext", "WikiText-2"),
+    ("smollm2-editorials", "editorials"),
+    ("smollm2-long", "WikiText-2, long"),
+)
+
+
+def language() -> str:
+    """Return the table of perplexities of SmolLM2-135M."""
+    lines = []
+    for study, corpus in LANGUAGE:
+        control = rows(study, CONTROL).iloc[0]
+        after = f"{rounded(control.recovered)}, 1.00 ×"
+        lines += [[corpus, "original", "", f"{rounded(control.dense)}, 1.00 ×", "", ""]]
+        lines += [[corpus, "control", "", "", after, rounded(control.seconds / 60)]]
+        for keep in sorted({*read(study).keep} - {1.0}, reverse=True):
+            for recipe in ("drone", "kfac", "anchored"):
+                if read(study).recipe.eq(recipe).any():
+                    own = rows(study, recipe, keep).iloc[0]
+                    before = f"{rounded(own.factorized)}, {ratio(own.factorized / own.dense)}"
+                    after = f"{rounded(own.recovered)}, {ratio(own.recovered / own.control)}"
+                    lines.append([corpus, NAMES[recipe], f"{keep:g}", before, after, rounded(own.seconds / 60)])
+    heads = ["text", "model", "keep", "before, vs. original", "after, vs. control", "minutes"]
+    return markdown(heads, lines, left=2)
+
+
+# files to ship: docs/results/shipping.md and README.md
+
+TASKS = ("linear-layers", "embeddings")
+MACHINES = {"A": "Zen 5, VNNI", "B": "no VNNI", "C": "older, VNNI"}
+Model = tuple[str, str]
+"""Task of studies/ship.yaml, and name of a model in its files."""
+
+
+@cache
+def exported(task: str, model: str, runtime: str = "int8") -> pd.DataFrame:
+    """Return the rows of one file of studies/ship.yaml, indexed by seed; none if the model was not exported."""
+    table = read(f"ship-{task}.runtimes")
+    return table[(table.model == model) & (table.runtime == runtime)].set_index("seed")
+
+
+def shipped() -> Iterator[Model]:
+    """Yield our models with an int8 file: the original, the control if it was exported, and the candidates."""
+    yield TASKS[0], "dense"
+    for task in TASKS:
+        names = dict.fromkeys(read(f"ship-{task}.runtimes").model)
+        if task == TASKS[0] and "control" in names:
+            yield task, "control"
+        yield from ((task, name) for name in names if name not in ("dense", "control"))
+
+
+def title(task: str, model: str) -> str:
+    if model in ("dense", "control"):
+        return "original" if model == "dense" else "original, same fine-tuning"
+    return f"keep {model.partition('-')[2]}" + (" with embeddings" if task == "embeddings" else "")
+
+
+def original_of(task: str, runtime: str = "torch") -> pd.Series[float]:
+    return exported(task, "dense", runtime).metric
+
+
+def control_of(task: str) -> pd.Series[float]:
+    """Return the accuracy of the equally fine-tuned original in torch, by seed."""
+    return rows("ship", CONTROL, task=task).set_index("seed").recovered
+
+
+class Speed(tuple[float, float, float]):
+    """The median of several ratios, the lowest and the highest."""
+
+    __slots__ = ()
+
+    @property
+    def text(self) -> str:
+        middle, low, high = (rounded(value, 2) for value in self)
+        return middle if low == high == middle else f"{middle} ({low} to {high})"
+
+
+def speed(task: str, model: str, machine: str, shape: str = "8x64", reference: str = "of_same") -> Speed | None:
+    """Return a file's speed ÷ the original's in the same runtime (or in torch), int8; None if it was not measured."""
+    if machine == "A":
+        found = exported(task, model)[f"{shape}.{reference}"]
+        return None if found.isna().all() else Speed((found.median(), found.min(), found.max()))
+    table = read("processors")
+    name = {"of_same": "same runtime", "of_torch": "torch"}[reference]
+    where = (table.machine == machine) & (table.study == f"ship, {task}") & (table.model == model)
+    found = table[where & (table.runtime == "int8") & (table["shape"] == shape) & (table.reference == name)]
+    if found.empty:
+        return None
+    line = found.iloc[0]
+    return Speed((line.ratio, line.ratio, line.ratio) if pd.isna(line.low) else (line.ratio, line.low, line.high))
+
+
+def across(task: str, model: str) -> str:
+    """Format the range of a file's speeds over all machines that measured it: 1.53 to 1.85 ×."""
+    if model == "dense":
+        return ratio(1)
+    medians = [found[0] for machine in MACHINES if (found := speed(task, model, machine)) is not None]
+    if not medians:
+        return "–"
+    ends = dict.fromkeys(rounded(end, 2) for end in (min(medians), max(medians)))
+    return f"{' to '.join(ends)} ×"
+
+
+def of_default(task: str, model: str) -> str:
+    """Format a file's speed ÷ that of onnxruntime's default `quantize_dynamic` of the original; a dash if unknown."""
+    table = read("quantize-dynamic")
+    found = table[(table.model == model) & (table.task == task)]
+    return ratio(found.of_default.iloc[0]) if len(found) else "–"
+
+
+def megabytes(task: str, model: str, runtime: str = "int8") -> str:
+    return rounded(exported(task, model, runtime).bytes.mean() / 1e6)
+
+
+def accuracy(task: str, model: str, runtime: str = "int8") -> str:
+    return mean_and_spread(exported(task, model, runtime).metric)
+
+
+def default_row() -> pd.Series:
+    """Return the row of onnxruntime's default `quantize_dynamic` of the original."""
+    table = read("quantize-dynamic")
+    return table[table.model == "default"].iloc[0]
+
+
+def ship() -> str:
+    """Return the table of the int8 files of studies/ship.yaml."""
+    default = default_row()
+    first = ["original, default `quantize_dynamic`", rounded(default.megabytes)]
+    first += [f"{rounded(default.accuracy)} ± {rounded(default.accuracy_sd)}"]
+    first += [f"{rounded(default.from_dense, sign=True)} ± {rounded(default.from_dense_sd)}", "–", "–", ratio(1)]
+    lines = [first]
+    for task, model in shipped():
+        metric = exported(task, model).metric
+        name = "original, Eckart's int8" if model == "dense" else title(task, model)
+        line = [name, megabytes(task, model), accuracy(task, model)]
+        line += [mean_and_spread(metric - reference(task), sign=True) for reference in (original_of, control_of)]
+        lines.append([*line, across(task, model), of_default(task, model)])
+    heads = ["int8 file", "MB", "accuracy, %", "vs. original, points", "vs. control, points"]
+    return markdown([*heads, "speed vs. original's int8", "vs. default `quantize_dynamic`"], lines)
+
+
+def processors() -> str:
+    """Return the table of speeds on each machine."""
+    lines = []
+    for task, model in shipped():
+        if model not in ("dense", "control"):
+            cells = [speed(task, model, machine) for machine in MACHINES]
+            cells.append(speed(task, model, "A", "1x16"))
+            cells.append(speed(task, model, "B", "1x16"))
+            lines.append([title(task, model), *("–" if cell is None else cell.text for cell in cells)])
+    heads = ["int8 file", *(f"{machine} ({what}), 8 × 64" for machine, what in MACHINES.items())]
+    return markdown([*heads, "A, 1 × 16", "B, 1 × 16"], lines)
+
+
+def of_torch() -> str:
+    """Return the table of speeds relative to the original in torch."""
+    lines = []
+    for task, model in shipped():
+        cells = [speed(task, model, machine, reference="of_torch") for machine in MACHINES]
+        name = "original, Eckart's int8" if model == "dense" else title(task, model)
+        lines.append([name, *("–" if cell is None else cell.text for cell in cells)])
+    return markdown(["int8 file", *(f"{machine} ({what})" for machine, what in MACHINES.items())], lines)
+
+
+def price() -> str:
+    """Return the table of prices of embeddings in the rank search."""
+    lines = [
+        [
+            *(f"{value:g}" for value in (line.price, line.keep)),
+            str(line.rank_of_words),
+            rounded(line.megabytes, 2),
+            *(rounded(value) for value in (line.accuracy_torch, line.accuracy_int8)),
+            ratio(line.of_dense_int8),
+        ]
+        for line in read("embedding-price").itertuples()
+    ]
+    heads = ["`embedding_price`", "keep", "rank of the word embedding", "MB", "torch, %", "int8, %"]
+    return markdown([*heads, "speed vs. original's int8"], lines, left=0)
+
+
+RUNTIMES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
+
+
+def generation() -> str:
+    """Return the table of text generation with SmolLM2."""
+    lines = []
+    for line in read("generation").itertuples():
+        first, token = (
+            f"{rounded(middle, 2)} ({rounded(low, 2)} to {rounded(high, 2)})"
+            for middle, low, high in (
+                (line.first_ratio, line.first_low, line.first_high),
+                (line.token_ratio, line.token_low, line.token_high),
+            )
+        )
+        times = [f"{rounded(value, 0)} → {rounded(new, 0)}" for value, new in ((line.first_dense_ms, line.first_ms),)]
+        tokens = f"{rounded(line.dense_tokens_per_second, 0)} → {rounded(line.tokens_per_second, 0)}"
+        lines.append([RUNTIMES[line.runtime], str(line.examples), first, *times, token, tokens])
+    heads = ["runtime", "texts", "first token: speed vs. original", "ms", "later tokens: speed vs. original"]
+    return markdown([*heads, "tokens per second"], lines)
+
+
+def generation_files() -> str:
+    """Return the table of the language model's int8 files."""
+    names = {"default": "original, default `quantize_dynamic`", "dense": "original, Eckart's int8"}
+    lines = [
+        [names.get(line.model, "keep 0.2 with the tied embedding"), rounded(line.megabytes), rounded(line.perplexity)]
+        for line in read("generation-files").itertuples()
+    ]
+    return markdown(["int8 file", "MB", "perplexity"], lines)
+
+
+# README.md
+
+
+def readme() -> str:
+    """Return the table of README.md: int8 files of the original and of two candidates."""
+    default = default_row()
+    lines = [
+        [
+            "original, default `quantize_dynamic`",
+            f"{rounded(default.megabytes)} MB",
+            f"{rounded(default.accuracy)} ± {rounded(default.accuracy_sd)}",
+            "–",
+            ratio(1),
+        ]
+    ]
+    chosen = {(TASKS[0], "anchored-0.33"), (TASKS[1], "anchored-0.15")}
+    for task, model in shipped():
+        if model in ("dense", "control") or (task, model) in chosen:
+            ours = (task, model) in chosen
+            name = {"dense": "original, Eckart's int8"}.get(model, title(task, model))
+            name = f"**Eckart, {name}**" if ours else name
+            size = f"{megabytes(task, model)} MB"
+            lines.append([name, size, accuracy(task, model), across(task, model), of_default(task, model)])
+    heads = ["MiniLM-L6, movie reviews, int8", "size", "accuracy, %", "speed vs. original's int8"]
+    return markdown([*heads, "vs. default `quantize_dynamic`"], lines)
+
+
+def claims() -> dict[str, str]:
+    """Return the numbers that prose may quote, by name."""
+    said = {
+        "original": mean_and_spread(original_of(TASKS[0])),
+        "control": mean_and_spread(control_of(TASKS[0])),
+        "default.accuracy": f"{rounded(default_row().accuracy)} ± {rounded(default_row().accuracy_sd)}",
+        "default.mb": rounded(default_row().megabytes),
+    }
+    for task, model in shipped():
+        keep = model.partition("-")[2]
+        name = f"embeddings-{keep}" if task == TASKS[1] else f"keep-{keep}" if keep else model
+        said[f"{name}.accuracy"], said[f"{name}.mb"] = accuracy(task, model), megabytes(task, model)
+        said[f"{name}.speed"], said[f"{name}.of-default"] = across(task, model), of_default(task, model)
+        metric = exported(task, model).metric
+        said[f"{name}.from-control"] = mean_and_spread(metric - control_of(task), sign=True)
+        said[f"{name}.from-original"] = mean_and_spread(metric - original_of(task), sign=True)
+        for machine in MACHINES:
+            if (found := speed(task, model, machine)) is not None:
+                said[f"{name}.speed-{machine}"] = ratio(found[0])
+        smaller = exported(task, "dense").bytes.mean() / exported(task, model).bytes.mean()
+        said[f"{name}.smaller"] = ratio(smaller)
+        said[f"{name}.smaller-than-torch"] = ratio(
+            exported(task, "dense", "torch").bytes.mean() / exported(task, model).bytes.mean()
+        )
+    for recipe in (CONTROL, *_best_first("fair-reviews")):
+        own, name = rows("fair-reviews", recipe), "control" if recipe == CONTROL else recipe
+        said[f"fair.{name}.after"] = mean_and_spread(own.recovered)
+        said[f"fair.{name}.minutes"] = rounded(own.seconds.mean() / 60)
+        if recipe != CONTROL:
+            said[f"fair.{name}.before"] = mean_and_spread(own.factorized)
+            said[f"fair.{name}.from-control"] = pair("fair-reviews", recipe, CONTROL).points
+            if recipe != "losparse":
+                said[f"fair.{name}.from-original"] = pair("fair-reviews", recipe, ORIGINAL, "factorized").points
+    said["fair.original"] = mean_and_spread(rows("fair-reviews", ORIGINAL).dense)
+    for study, _ in LANGUAGE:
+        for line in read(study)[read(study).recipe == "anchored"].itertuples():
+            said[f"{study}-{line.keep:g}.before"] = ratio(line.factorized / line.dense)
+            said[f"{study}-{line.keep:g}.after"] = ratio(line.recovered / line.control)
+    return said
+
+
+# pages
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "methods": methods,
+    "equal-cost": equal_cost,
+    "compared": compared,
+    "softlm": softlm,
+    "parts": parts,
+    "sizes": sizes,
+    "small": small,
+    "language": language,
+    "ship": ship,
+    "processors": processors,
+    "of-torch": of_torch,
+    "price": price,
+    "generation": generation,
+    "generation-files": generation_files,
+    "readme": readme,
+}
+
+
+def _table(name: str) -> str:
+    rows_of = "Rows of [files to ship](docs/results/shipping.md#size-accuracy-speed): " if name == "readme" else ""
+    return f"{TABLES[name]()}\n\n<sub>{rows_of}`python -m benchmarks.results {name}`</sub>"
+
+
+TEXTS: Mapping[str, Callable[[], str]] = {"as-good": as_good} | {name: partial(_table, name) for name in TABLES}
+
+
+def _wrapped(*paragraphs: str) -> str:
+    """Break the lines of a list so that none is longer than 120 characters."""
+    import textwrap
+
+    return "\n".join(
+        textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for text in paragraphs
+    )
+
+
+def filled(page: str) -> str:
+    """Return the text of a page with all its generated parts made anew."""
+
+    said: dict[str, str] = {}
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in TEXTS:
+            return f"<!-- results: {name} -->\n{TEXTS[name]()}\n<!-- end of results -->"
+        if not said:
+            said.update(claims())
+        if name not in said:
+            raise KeyError(f"no text or number has the name {name}; there are {', '.join([*TEXTS, *said])}")
+        return f"<!-- results: {name} -->{said[name]}<!-- end of results -->"
+
+    return _MARKED.sub(part, page)
+
+
+def stale() -> dict[str, str]:
+    """Return page → its text as it should be, for each page whose generated parts are not up to date."""
+    made = {name: filled((REPOSITORY / name).read_text()) for name in PAGES}
+    return {name: text for name, text in made.items() if text != (REPOSITORY / name).read_text()}
+
+
+def main() -> None:
+    from benchmarks import charts
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", choices=[*TEXTS, "claims", []], help="texts to print instead")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page or chart is out of date")
+    asked = parser.parse_args()
+    if asked.texts:
+        for name in asked.texts:
+            said = [f"{key}: {value}" for key, value in claims().items()] if name == "claims" else [TEXTS[name]()]
+            print(*said, sep="\n")
+        return
+    pages, old = stale(), charts.stale()
+    if asked.check:
+        sys.exit(f"not up to date: {', '.join([*pages, *old])}" if pages or old else 0)
+    for name, text in pages.items():
+        (REPOSITORY / name).write_text(text)
+    for name in old:
+        charts.write(name)
+    print(f"written: {', '.join([*pages, *old]) or 'nothing; all is up to date'}")
+
+
+if __name__ == "__main__":
+    main()

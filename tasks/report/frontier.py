@@ -1,0 +1,272 @@
+"""Draw the metric of every file against its size or time, with the frontier, as SVG for the page.
+
+The frontier joins the files that no other file beats in both. Marks never overlap: those at almost the same place are
+set side by side. A name that finds no free place beside its mark is left out; pointing at the mark shows it. Every
+picture is drawn twice, for wide and for narrow windows, so that its text has the size of the page's text in both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, TypeVar
+
+from markupsafe import Markup, escape
+from matplotlib.ticker import MaxNLocator
+
+from tasks.artifacts.paths import CONTROL_EXPORT
+from tasks.artifacts.results_schema import Runtime
+from tasks.report.numbers import between, score, size, times
+from tasks.report.results import DENSE, Results
+from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
+from tasks.report.scale import ScaleOfDense, tick_text
+from tasks.report.shipping import to_ship
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 14.0, 50.0  # margins, in pixels
+_RADIUS = 5.0
+_LETTER, _LINE = 7.0, 15.0  # width of a letter (of the widest usual fonts) and height of a line of labels
+_FAR = 4  # largest distance of an important mark's label from its mark, in lines
+_SPANS = 10.0  # a perplexity that spans more than this factor has a ScaleOfDense
+_MANTISSAS = (1.0, 2.0, 5.0, 1.5, 3.0, 7.0)  # of ticks, the roundest first
+_SHORT: dict[Runtime, str] = {"torch": "", "onnx": " onnx", "int8": " int8"}
+
+Item = TypeVar("Item")
+Cost = Literal["size", "time"]
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+
+@dataclass
+class _Mark:
+    """A file in the picture. Its rank orders the marks: those of low rank get their places first."""
+
+    run: RuntimeResult
+    label: str
+    cost: float
+    kind: Literal["shipped", "original", "best", "other"]
+    x: float = 0.0
+    y: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return ("shipped", "original", "best", "other").index(self.kind)
+
+
+def frontier_svgs(results: Results, cost: Cost) -> Markup:
+    """Draw the metric against `cost`, for wide and for narrow windows."""
+    return Markup("").join(
+        _Picture(results, cost, *shape).svg() for shape in (("wide-only", 1056, 380), ("narrow", 358, 420))
+    )
+
+
+def on_frontier(results: Results, cost: Cost) -> list[RuntimeResult]:
+    """Return the files that no other file beats in both metric and cost, by cost."""
+    return best_of(
+        list(_runs(results, cost)), lambda run: _cost(run, cost), lambda run: results.metric.goodness(run.metric)
+    )
+
+
+def best_of(items: Sequence[Item], cost: Callable[[Item], float], goodness: Callable[[Item], float]) -> list[Item]:
+    """Return the items that no other item beats, by cost: each is better than all that cost at most as much."""
+    found: list[Item] = []
+    for item in sorted(items, key=lambda item: (cost(item), -goodness(item))):
+        if not found or goodness(item) > goodness(found[-1]):
+            found.append(item)
+    return found
+
+
+def _runs(results: Results, cost: Cost) -> Iterator[RuntimeResult]:
+    """Yield all files. An ONNX file in float32 has the size of its folder, so only its time is of interest."""
+    names = [candidate.name for candidate in results.candidates]
+    for name in ("dense", CONTROL_EXPORT, *names):
+        yield runtime_result(results, name, "torch")
+    for runtime in ("onnx", "int8") if cost == "time" else ("int8",):
+        for name in results.exports:
+            yield runtime_result(results, name, runtime)
+
+
+def _cost(run: RuntimeResult, cost: Cost) -> float:
+    return run.bytes if cost == "size" else 1 / next(iter(run.latencies.values())).of_torch.median
+
+
+class _Picture:
+    def __init__(self, results: Results, cost: Cost, name: str, width: int, height: int) -> None:
+        self.results, self.cost, self.name, self.width, self.height = results, cost, name, width, height
+        shipped, best = to_ship(results).run, on_frontier(results, cost)
+        originals = {"dense": "original", CONTROL_EXPORT: "control"}
+        self.marks = []
+        for run in _runs(results, cost):
+            kind: Literal["shipped", "original", "best", "other"] = "best" if run in best else "other"
+            kind = "shipped" if run == shipped else "original" if run.model in originals else kind
+            label = originals.get(run.model, run.model) + _SHORT[run.runtime]
+            self.marks.append(_Mark(run, label, _cost(run, cost), kind))
+        self.marks.sort(key=lambda mark: (mark.rank, -results.metric.goodness(mark.run.metric)))
+        self.taken: list[Box] = []
+        self.scale = self._scale()
+        for mark in self.marks:
+            self._place(mark)
+        self.bottom = height - _BOTTOM
+
+    def _scale(self) -> Callable[[float], float]:
+        """Set the limits of both axes, and return the function that maps a metric to its height on the page."""
+        ends = [value for mark in self.marks for value in self._bar(mark)]
+        values = [*(mark.run.metric for mark in self.marks), *ends]
+        stretch: Callable[[float], float] = float
+        self.ticks: list[float]
+        costs = [math.log(mark.cost) for mark in self.marks]
+        margin = 0.06 * (max(costs) - min(costs)) or 0.1
+        self.costs = min(costs) - margin, max(costs) + margin
+        if not self.results.metric.bounded and max(values) > _SPANS * min(values) > 0:
+            scale = ScaleOfDense(self.results.metric_of(DENSE))
+            low, high = scale.limits(values)
+            stretch, self.ticks, self.tick = scale.stretched, scale.ticks(low, high), tick_text
+        else:
+            margin = 0.06 * (max(values) - min(values)) or 0.01
+            low, high = min(values) - margin, max(values) + margin
+            self.ticks = [tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+            digits = max(len(f"{round(tick, 10):g}".partition(".")[2]) for tick in self.ticks)
+            self.tick = f"{{:,.{digits}f}}".format
+        top, bottom = stretch(high), stretch(low)
+        return lambda value: _TOP + (top - stretch(value)) / (top - bottom) * (self.height - _TOP - _BOTTOM)
+
+    def _x(self, cost: float) -> float:
+        low, high = self.costs
+        return _LEFT + (math.log(cost) - low) / (high - low) * (self.width - _LEFT - _RIGHT)
+
+    def _bar(self, mark: _Mark) -> tuple[float, ...]:
+        """Return the ends of the interval of the difference from the original model, for the important files."""
+        if mark.kind in ("original", "other"):
+            return ()
+        ends, dense = self.results.difference(mark.run.scored, DENSE), self.results.metric_of(DENSE)
+        return dense + ends.low, dense + ends.high
+
+    def _place(self, mark: _Mark) -> None:
+        """Give a mark its place: beside the others where it would overlap one."""
+        mark.y, there, step = self.scale(mark.run.metric), self._x(mark.cost), 2 * _RADIUS + 2
+        reach = _RADIUS + 1
+        for number in range(len(self.marks) * 2):
+            mark.x = there + step * ((number + 1) // 2) * (-1) ** number
+            box = mark.x - reach, mark.y - reach, mark.x + reach, mark.y + reach
+            inside = box[0] > _LEFT and box[2] < self.width
+            if inside and self._free(box):
+                break
+        self.taken.append(box)
+        if bar := self._bar(mark):
+            top, bottom = sorted(map(self.scale, bar))
+            self.taken.append((mark.x - 2, top, mark.x + 2, bottom))
+
+    def _free(self, box: Box) -> bool:
+        return not any(
+            box[0] < right and left < box[2] and box[1] < bottom and top < box[3]
+            for left, top, right, bottom in self.taken
+        )
+
+    def _label(self, mark: _Mark) -> tuple[float, float, str] | None:
+        """Return the place and the anchor of a mark's label, or None if there is no room for it."""
+        long, gap = _LETTER * len(mark.label), _RADIUS + 5
+        lines = range(_FAR + 1 if mark.kind != "other" else 2)
+        for line, sign, (side, anchor) in product(lines, (1, -1), ((1, "start"), (-1, "end"))):
+            x, y = mark.x + side * gap, mark.y - sign * line * _LINE
+            left = x if anchor == "start" else x - long
+            box = left, y - _LINE / 2, left + long, y + _LINE / 2
+            if left > _LEFT and left + long < self.width and box[1] > 0 and box[3] < self.bottom and self._free(box):
+                self.taken.append(box)
+                return x, y, anchor
+        for y in (mark.y - gap - _LINE / 2, mark.y + gap + _LINE / 2):
+            box = mark.x - long / 2, y - _LINE / 2, mark.x + long / 2, y + _LINE / 2
+            if box[0] > _LEFT and box[2] < self.width and box[1] > 0 and box[3] < self.bottom and self._free(box):
+                self.taken.append(box)
+                return mark.x, y, "middle"
+        return None
+
+    def svg(self) -> Markup:
+        title = f"{self.results.metric.title} of every file against its {self.cost}"
+        shape = f'viewBox="0 0 {self.width} {self.height}"'
+        parts = [f'<svg class="{self.name}" {shape} role="img" aria-label="{escape(title)}">']
+        parts += self._axes()
+        parts += self._line()
+        self.taken += self._lines()
+        labels = [self._label(mark) for mark in self.marks]
+        for mark, label in zip(self.marks, labels, strict=True):
+            parts.append(self._drawn(mark, label))
+        return Markup("\n".join([*parts, "</svg>"]))
+
+    def _axes(self) -> Iterator[str]:
+        for tick in self.ticks:
+            y = self.scale(tick)
+            yield f'<line class="grid" x1="{_LEFT}" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            yield _text(_LEFT - 8, y, "end", self.tick(tick), "tick")
+        for x, text in self._cost_ticks():
+            yield _text(x, self.bottom + 16, "middle", text, "tick")
+        axis = "size of the weights" if self.cost == "size" else "time ÷ the original’s in torch"
+        yield _text(self.width, self.bottom + 38, "end", f"{axis}, logarithmic", "axis")
+        dense = self.scale(self.results.metric_of(DENSE))
+        yield f'<line class="original" x1="{_LEFT}" x2="{self.width}" y1="{dense:.1f}" y2="{dense:.1f}"/>'
+
+    def _cost_ticks(self) -> Iterator[tuple[float, str]]:
+        text = (lambda value: re.sub(r"\.0+(?=\D)", "", size(round(value)))) if self.cost == "size" else tick_text
+        low, high = (math.exp(end) for end in self.costs)
+        placed: list[tuple[float, float]] = []
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+        for mantissa, decade in product(_MANTISSAS, decades):
+            value = round(mantissa * 10.0**decade, 10)
+            half = _LETTER * len(text(value)) / 2 + 8
+            x = self._x(value)
+            fits = low <= value <= high and x + half < self.width + 8
+            if fits and all(abs(x - other) > half + wide for other, wide in placed):
+                placed.append((x, half))
+                yield x, text(value)
+
+    def _lines(self) -> Iterator[Box]:
+        """Yield the boxes of the frontier's levels and of the original model's, where no label may lie."""
+        best = on_frontier(self.results, self.cost)
+        starts = [self._x(_cost(run, self.cost)) for run in best]
+        levels = [self.scale(run.metric) for run in best]
+        for start, end, y in zip(starts, [*starts[1:], float(self.width)], levels, strict=True):
+            yield start, y - 1, end, y + 1
+        y = self.scale(self.results.metric_of(DENSE))
+        yield _LEFT, y - 1, self.width, y + 1
+
+    def _line(self) -> Iterator[str]:
+        """Yield the frontier: the best metric of all files that cost at most as much."""
+        best = on_frontier(self.results, self.cost)
+        path = f"M{self._x(_cost(best[0], self.cost)):.1f} {self.bottom:.1f}"
+        for run in best:
+            path += f"H{self._x(_cost(run, self.cost)):.1f}V{self.scale(run.metric):.1f}"
+        yield f'<path class="frontier" d="{path}H{self.width}"/>'
+
+    def _drawn(self, mark: _Mark, label: tuple[float, float, str] | None) -> str:
+        run, x, y = mark.run, mark.x, mark.y
+        ends = self.results.difference(run.scored, DENSE)
+        told = [
+            f"{mark.label} in {TITLES[run.runtime]}: {self.results.metric.title} {score(run.metric)}",
+            size(run.bytes),
+            f"{times(1 / _cost(run, 'time'))} as fast as the original in torch",
+        ]
+        if run.scored != DENSE:
+            told.insert(1, f"{between(ends.low, ends.high, run.metric)} vs. original")
+        parts = [f"<title>{escape('; '.join(told))}</title>"]
+        if bar := self._bar(mark):
+            top, bottom = sorted(map(self.scale, bar))
+            parts.append(f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>')
+        if run.runtime == "torch":
+            parts.append(f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS - 1}"/>')
+        else:
+            parts.append(f'<path class="mark file" d="M{x:.1f} {y - _RADIUS:.1f}l5 5l-5 5l-5-5z"/>')
+        if label:
+            if abs(label[1] - y) >= _LINE and label[2] != "middle":  # a line leads from the mark to its label
+                parts.insert(
+                    1, f'<line class="leader" x1="{x:.1f}" x2="{label[0]:.1f}" y1="{y:.1f}" y2="{label[1]:.1f}"/>'
+                )
+            parts.append(_text(*label, mark.label, "label"))
+        inside = "".join(parts)
+        if run.model not in ("dense", CONTROL_EXPORT):
+            inside = f'<a href="#{escape(run.model)}">{inside}</a>'
+        return f'<g class="{mark.kind}">{inside}</g>'
+
+
+def _text(x: float, y: float, anchor: str, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
