@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tasks.report.rounding import rounded
+
 _GAP = "\N{NO-BREAK SPACE}"  # keeps a number and its unit on one line
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
