@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -37,8 +40,19 @@ if TYPE_CHECKING:
     from tasks.report.choose_candidate import Gate
 
 
+F = TypeVar("F", bound=Callable[..., None])
+Panel = Literal["Make", "Look", "Ship", "Share", "Operate"]
+"""A heading of `eckart --help`."""
+
+
 class _Commands(TyperGroup):
     """The group of all commands. If a command fails with an expected error, only the error's message is printed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands panel by panel, so that `--help` reads in the order of the work."""
+        panels = [_panel(self.commands[name]) for name in super().list_commands(ctx)]
+        names = zip(super().list_commands(ctx), panels, strict=True)
+        return [name for name, _ in sorted(names, key=lambda pair: get_args(Panel).index(pair[1]))]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,18 +66,44 @@ class _Commands(TyperGroup):
             sys.exit(redaction.redact(f"{error}. Fix that and run again: finished stages are kept"))
 
 
+def _panel(command: Any) -> str:
+    return str(command.rich_help_panel)
+
+
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="stages to run side by side; default: as many as the cores allow")
+    int | None, typer.Option(min=1, help="Stages to run at the same time. Default: as many as the cores allow.")
 ]
-Timeout = Annotated[float | None, typer.Option(min=1, help="seconds after which a stage is stopped; default: no limit")]
+Timeout = Annotated[float | None, typer.Option(min=1, help="Stop a stage after this many seconds. Default: no limit.")]
 TaskRunner = Annotated[
     Literal["threads", "dask"],
-    typer.Option(help="where stages run: threads = on this machine, dask = on the workers of a cluster"),
+    typer.Option(help="Where stages run: threads = on this machine, dask = on the workers of a cluster."),
 ]
-Scheduler = Annotated[str | None, typer.Option(help="address of the Dask scheduler, for the task runner dask")]
+Scheduler = Annotated[str | None, typer.Option(help="Address of the Dask scheduler, for --task-runner dask.")]
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="eckart COMMAND --help shows the options of a command, with examples.",
+)
 
+
+def _command(panel: Panel, *examples: str, name: str | None = None) -> Callable[[F], F]:
+    """Return a decorator like `app.command`, which puts the command under a heading of `--help`.
+
+    Args:
+        examples: command lines, which the command's own help shows at its end.
+    """
+    epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
+
+    def add(function: F) -> F:
+        text = _LINE_BREAK.sub(" ", inspect.getdoc(function) or "")  # the terminal breaks lines by its own width
+        return app.command(name, help=text, epilog=epilog, rich_help_panel=panel)(function)
+
+    return add
+
+
+_LINE_BREAK = re.compile(r"(?<!\n)\n(?!\n)")  # inside a paragraph
 _TABLE_LINE = re.compile(r"\S {3,}\S|──")
 
 
@@ -76,35 +116,51 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Compress a transformer, compare candidates, ship the best."""
+    """Make a language model smaller and faster, compare candidates, and ship the best."""
     settings.apply()
 
 
-@app.command()
+@_command(
+    "Make",
+    "eckart init my-study --base ./my-model --data reviews.csv",
+    "eckart init my-study --base google-bert/bert-base-uncased --data data/",
+    "eckart init my-study --again --data new-reviews.csv",
+)
 def init(
-    folder: Annotated[Path, typer.Argument(help="a new folder, or one of your own repositories")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, or a git repository of yours.")],
     base: Annotated[
-        str | None, typer.Option(help="your model: a folder, a GGUF file, or an id on the Hugging Face hub")
+        str | None, typer.Option(help="Your model: a folder, a GGUF file, or an id on the Hugging Face hub.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="your data: a file of examples, or a folder of files named by split")
+        Path | None,
+        typer.Option(help="Your data: a file of examples, or a folder with a file for each split, such as train.csv."),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="text column; default: text")] = None,
-    text_pair: Annotated[str | None, typer.Option(help="column of a second text")] = None,
-    label: Annotated[str | None, typer.Option(help="label column; default: label")] = None,
-    task: Annotated[TaskName | None, typer.Option(help="kind of NLP task; default: guessed from the labels")] = None,
-    again: Annotated[bool, typer.Option("--again", help="update an existing workspace; nothing in it is lost")] = False,
+    text: Annotated[str | None, typer.Option(help="Name of the text column. Default: text.")] = None,
+    text_pair: Annotated[
+        str | None, typer.Option(help="Name of the column with a second text, for pairs of texts.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Name of the label column. Default: label.")] = None,
+    task: Annotated[TaskName | None, typer.Option(help="Kind of task. Default: guessed from the labels.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Update an existing workspace. No file in it is lost.")
+    ] = False,
 ) -> None:
-    """Make a workspace: params.yaml filled in from your model and data, dvc.yaml, folders, git and DVC."""
+    """Make a workspace: a folder for a study of your model and data.
+
+    It copies your model and data into the folder, fills in params.yaml from them, and sets up git and DVC. Without
+    --base and --data, the workspace has the default study. It commits nothing.
+    """
     from flows.workspace import init as new_workspace
     from flows.workspace import worktrees  # slow imports, not for --help
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
-    filled = new_workspace.init(folder, new_workspace.InitOptions(base, data, text, text_pair, label, task), again)
+    options = new_workspace.InitOptions(base, data, text, text_pair, label, task)
+    with _steps() as step:
+        filled = new_workspace.init(folder, options, again, step)
     for path, value in filled.changes.items():
         before = f"{json.dumps(filled.before.get(path))} → " if again else ""
         print(f"  {path}: {before}{json.dumps(value)}")
@@ -117,10 +173,22 @@ def init(
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
     enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"{folder} is a workspace; {rest}. Next: {enter}eckart run")
+    print(f"{folder} is a workspace; {rest}. Nothing is committed.")
+    print(f"Next: {enter}git add . && git commit -m 'new study' && eckart run")
 
 
-@app.command()
+@contextmanager
+def _steps() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done: with a spinner in a terminal, else as a line each."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda words: print(f"{words} …", file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
+        yield lambda words: status.update(f"{escape(words)} …")
+
+
+@_command("Make", "eckart run", "eckart run --goals", "eckart run --quiet --json > results.json")
 def run(
     workers: Workers = None,
     timeout: Timeout = None,
@@ -129,30 +197,55 @@ def run(
     goals: Annotated[
         bool,
         typer.Option(
-            "--goals", help="then try more values of keep until study.goals are met as closely as the data can show"
+            "--goals", help="Then try more values of keep, until study.goals are met as closely as the data can show."
         ),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and, with --json, the object.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object. All other lines go to stderr.")
+    ] = False,
 ) -> None:
-    """Run the study that params.yaml describes; stages that are up to date are skipped."""
+    """Run the study that params.yaml describes.
+
+    Stages that are up to date are skipped, so an interrupted run continues where it stopped. Results are in
+    reports/comparison.html, and the models in models/finetuned/.
+
+    The object of --json has the keys that `eckart table --help` lists; also `stages` (the number of stages that were
+    executed, restored and cached) and `seconds`.
+    """
     options = Options(workers, timeout, task_runner, scheduler)
-    settings.use_local_server()
-    if goals:
-        from flows.goal_search import pursue  # slow imports, not for --help
-
-        pursue(lambda: _run(options), lambda line: print(line, flush=True))
-    else:
-        _run(options)
-
-
-def _run(options: Options) -> None:
     start = time.monotonic()
+    settings.use_local_server()
+    ran: dict[str, Outcome] = {}
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        if goals:
+            from flows.goal_search import pursue  # slow imports, not for --help
+
+            pursue(lambda: _run(options, ran, quiet), lambda line: None if quiet else print(line, flush=True))
+        else:
+            _run(options, ran, quiet)
+    from flows.engine import nothing_to_do
+
+    outcomes, seconds = list(ran.values()), time.monotonic() - start
+    if as_json:
+        _print_json({"stages": Counter(outcome.status.lower() for outcome in outcomes), "seconds": round(seconds, 1)})
+    elif not quiet:
+        _print_comparison(nothing_to_do.COMPARISON)
+        print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
+        print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
+
+
+def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:
+    """Run the study once, and note in `ran` the outcome of each stage; a stage that ran before stays Executed."""
     installation.refresh()
     from flows.display import terminal  # slow imports, not for --help
     from flows.engine import nothing_to_do, torch_questions
     from flows.servers import prefect_server
     from flows.tracking import database
 
-    with _ended_with_words(), terminal.terminal():
+    with _ended_with_words(), terminal.terminal(quiet):
         terminal.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
         damage = database.set_aside_damaged()
@@ -161,23 +254,78 @@ def _run(options: Options) -> None:
         outcomes = None if prefect_server.require() else nothing_to_do.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
-    _print_comparison(nothing_to_do.COMPARISON)
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {nothing_to_do.summary(outcomes)}")
+    ran.update({new.stage: new for new in outcomes if new.status != "Cached" or new.stage not in ran})
     if damage:
-        print(f"WARNING: {damage}.")
-    print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
+        print(f"WARNING: {damage}.", file=sys.stderr)
+
+
+@_command("Look", "eckart table", "eckart table --quiet", "eckart table --json > results.json")
+def table(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the name of the best candidate, for a script.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
+) -> None:
+    """Print the results of the last complete run.
+
+    The object of --json has these keys:
+
+    study, metric, lower_is_better: name of the study, name of its metric, and whether a lower metric is better.
+
+    original: the original model's metric on test examples, target_parameters, model_parameters, macs_per_token, bytes.
+
+    control: the metric of the original model with the same fine-tuning.
+
+    best: name of the candidate that `eckart promote` takes; null if none is within the limits of promotion.
+
+    non_inferior: whether the test examples show that best loses at most promotion.largest_drop.
+
+    alternative: the smallest candidate for which they show this, if it is another one; else null.
+
+    candidates: a list of objects with name, recipe, keep, metric, before_fine_tuning (the metric then), from_original
+    and from_control (low and high of the 95 % interval of the difference), the sizes as in original, speedup (median,
+    low, high: over the original model in torch), exports (onnx and int8, each with metric, bytes, speedup; empty if
+    nothing was exported) and files (paths of model, card, onnx, int8).
+
+    goals: a list of objects with goal, recipe, met, candidate (it meets the goal, or comes nearest) and next_keep (null
+    if no other keep is worth a try).
+
+    files: paths of page, text, table and picture.
+    """
+    if quiet and as_json:
+        raise EckartError("--quiet and --json contradict each other: give only one")
+    from flows.display import study_json
+
+    if as_json:
+        _print_json({})
+    elif not quiet:
+        _print_comparison(study_json.require(Path("reports/comparison.txt")))
+    elif name := study_json.best():
+        print(name)
+    else:
+        raise EckartError(
+            "no candidate is within the limits of promotion in params.yaml: `eckart table` names the nearest"
+        )
+
+
+def _print_json(more: Mapping[str, Any]) -> None:
+    from flows.display.study_json import study_json
+
+    print(json.dumps({**study_json(), **more}, indent=2))
 
 
 def _print_comparison(file: Path) -> None:
-    """Print a file of tables and sentences; in a narrow terminal, cut the lines of tables to its width."""
+    """Print a file of tables and sentences; in a terminal, cut the lines of tables and wrap the others at its width."""
     console, text = Console(highlight=False), file.read_text()
-    wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
-    if not (console.is_terminal and wide):
+    if not console.is_terminal:
         print(text)
         return
+    wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
     for line in text.splitlines():
         console.print(Text(line[: console.width] if line in wide else line))
-    print(f"\nTables are cut to the width of this terminal; {file} has all columns.\n")
+    if wide:
+        print(f"\nTables are cut to the width of this terminal; {file} has all columns.")
+    print()
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
@@ -213,36 +361,27 @@ def _ended_with_words() -> Iterator[None]:
         os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event
 
 
-@app.command()
-def worker(
-    scheduler: Annotated[str, typer.Argument(help="address of the Dask scheduler, such as tcp://10.0.0.1:8786")],
-    stages: Annotated[int, typer.Option(min=1, help="stages to run side by side")] = 1,
-) -> None:
-    """Run stages in this clone for a study on a Dask cluster, until the cluster's scheduler ends."""
-    from flows.cluster import dask_runner
-    from flows.cluster.dask_worker import work
-
-    dask_runner.require()
-    work(scheduler, stages)
-
-
-@app.command()
+@_command(
+    "Operate",
+    "eckart serve",
+    "eckart serve --cron '30 1 * * *' --promote --notify slack-webhook/team",
+)
 def serve(
     cron: Annotated[
-        str, typer.Option(help="when to run: minute, hour, day of month, month, day of week")
+        str, typer.Option(help="When to run: minute, hour, day of month, month, day of week.")
     ] = "0 2 * * *",
-    timezone: Annotated[str, typer.Option(help="time zone of --cron, such as Europe/Berlin")] = "UTC",
-    name: Annotated[str, typer.Option(help="name of the deployment")] = "nightly",
+    timezone: Annotated[str, typer.Option(help="Time zone of --cron, such as Europe/Berlin.")] = "UTC",
+    name: Annotated[str, typer.Option(help="Name of the deployment in Prefect.")] = "nightly",
     workers: Workers = None,
     timeout: Timeout = None,
     task_runner: TaskRunner = "threads",
     scheduler: Scheduler = None,
-    promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="After each run, promote the best candidate.")] = False,
     notify: Annotated[
-        list[str] | None, typer.Option(help="Prefect notification block, such as slack-webhook/team; repeatable")
+        list[str] | None, typer.Option(help="Prefect notification block, such as slack-webhook/team. Repeatable.")
     ] = None,
 ) -> None:
-    """Run the study on a schedule on this machine, one run at a time, until Ctrl-C."""
+    """Run the study on a schedule, one run at a time, until Ctrl-C."""
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
@@ -252,18 +391,26 @@ def serve(
     schedule.serve(name, cron, timezone, options, promote, notify or ())
 
 
-@app.command("notify")
+@_command(
+    "Operate",
+    "eckart notify slack-webhook/team",
+    "eckart notify slack-webhook/team --name pool --hours 8",
+    name="notify",
+)
 def set_up_notifications(
     blocks: Annotated[
         list[str] | None,
-        typer.Argument(help="Prefect notification blocks, such as slack-webhook/team; none: notify nobody"),
+        typer.Argument(help="Prefect notification blocks, such as slack-webhook/team. None: notify nobody."),
     ] = None,
-    name: Annotated[str, typer.Option(help="name of the deployment; prefect.yaml calls it pool")] = "pool",
+    name: Annotated[str, typer.Option(help="Name of the deployment. prefect.yaml calls it pool.")] = "pool",
     hours: Annotated[
-        float, typer.Option(min=0.01, help="hours without a successful run before a warning is sent")
+        float, typer.Option(min=0.01, help="Hours without a successful run before a warning is sent.")
     ] = 26,
 ) -> None:
-    """Have Prefect's server send the results of a deployment's runs. For a deployment of `serve`, use its --notify."""
+    """Send the results of scheduled runs to Slack, e-mail or others.
+
+    Prefect's server sends them. For a schedule of `eckart serve`, use its option --notify.
+    """
     settings.use_local_server()
     from flows.servers import notifications, prefect_server  # slow imports, not for --help
 
@@ -273,22 +420,44 @@ def set_up_notifications(
     print(f"study/{name} notifies {', '.join(blocks or ['nobody'])}.")
 
 
-@app.command("study")
+@_command("Operate", "eckart worker tcp://10.0.0.1:8786", "eckart worker tcp://10.0.0.1:8786 --stages 2")
+def worker(
+    scheduler: Annotated[str, typer.Argument(help="Address of the Dask scheduler, such as tcp://10.0.0.1:8786.")],
+    stages: Annotated[int, typer.Option(min=1, help="Stages to run at the same time.")] = 1,
+) -> None:
+    """Run stages here for a study on a Dask cluster."""
+    from flows.cluster import dask_runner
+    from flows.cluster.dask_worker import work
+
+    dask_runner.require()
+    work(scheduler, stages)
+
+
+@_command(
+    "Make",
+    "eckart study studies/fair.yaml",
+    "eckart study studies/fair.yaml --seed 0 --seed 1 --table fair.md",
+    name="study",
+)
 def other_study(
-    file: Annotated[Path, typer.Argument(help="a file of studies/, with the values that differ from params.yaml")],
+    file: Annotated[Path, typer.Argument(help="A file of studies/ with the values that differ from params.yaml.")],
     seed: Annotated[
-        list[int] | None, typer.Option(min=0, max=2**32 - 1, help="seed to run, instead of the file's; repeatable")
+        list[int] | None,
+        typer.Option(min=0, max=2**32 - 1, help="Seed to run, instead of those in the file. Repeatable."),
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="one of the file's tasks; repeatable; default: all of them")
+        list[str] | None, typer.Option(help="Task of the file to run. Repeatable. Default: all of them.")
     ] = None,
     workers: Workers = None,
     timeout: Timeout = None,
     table: Annotated[
-        Path | None, typer.Option(help="write the table to this .md file, and its numbers beside it")
+        Path | None, typer.Option(help="Write the table to this .md file, and its numbers to .csv files next to it.")
     ] = None,
 ) -> None:
-    """Run another study, each task and seed in a workspace of its own, and print mean and spread per candidate."""
+    """Run a study with several seeds, and print mean and spread.
+
+    Each task and seed runs in a workspace of its own, a git worktree in workspaces/. All share the cache.
+    """
     if table and table.suffix != ".md":
         raise EckartError(f"--table {table}: write a name that ends with .md")
     from flows import multi_seed  # slow imports, not for --help
@@ -301,7 +470,7 @@ def other_study(
         metrics = {study.task: study.metric for study in studies}
         print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
-        command = _command(studies[0].path, seed or (), task or (), table)
+        command = _same_command(studies[0].path, seed or (), task or (), table)
         rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
         print(f"Written to {', '.join(map(str, written))}.")
@@ -341,18 +510,25 @@ def _run_tasks(
     return ran, results, pairs, failed
 
 
-@app.command()
+@_command("Ship", "eckart promote", "eckart promote kfac-0.33", "eckart promote --rollback")
 def promote(
     candidate: Annotated[
-        str | None, typer.Argument(help="candidate such as kfac-0.5; default: the best one, as the report names it")
+        str | None,
+        typer.Argument(help="A candidate, such as kfac-0.33. Default: the best one, which the report names."),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="promote it even if it was rolled back before")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Promote it even if it was rolled back before.")] = False,
     first: Annotated[
-        bool, typer.Option("--first", help="allow a registry without a champion, though this workspace had one before")
+        bool,
+        typer.Option("--first", help="Accept a registry without a champion, although this workspace had one before."),
     ] = False,
-    rollback: Annotated[bool, typer.Option("--rollback", help="make the previous version the champion again")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Make the previous version the champion again.")] = False,
 ) -> None:
-    """Make a candidate the champion of the model registry, if it passes the gates."""
+    """Make a candidate the champion, if it passes the gates.
+
+    The champion is the version of the model registry that services load. The gates compare the candidate's quality,
+    size and speed with the limits of promotion in params.yaml and with the present champion. If it fails a gate, the
+    champion stays.
+    """
     if rollback and (again or first or candidate):
         other = "--again" if again else "--first" if first else candidate
         raise EckartError(f"{other} and --rollback contradict each other: give only one")
@@ -360,6 +536,7 @@ def promote(
         _roll_back()
         return
     settings.use_local_server()
+    from flows.display import terminal
     from flows.engine import stages
     from flows.engine.stage_processes import terminable
     from flows.promotion import flow
@@ -371,7 +548,7 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        with _ended_with_words(), terminable():
+        with _ended_with_words(), terminable(), terminal.own_lines():
             prefect_server.use_temporary()
             result = flow.promotion(again=again, first=first, candidate=candidate)
     except Refused as refusal:
@@ -399,7 +576,7 @@ def _print_gates(gates: Sequence[Gate]) -> None:
         Console().print(table)
 
 
-def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
+def _same_command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
     """Return the command that anyone can run in the root of a clone to write the table again."""
     words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
@@ -407,18 +584,26 @@ def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path
     return " ".join(words)
 
 
-@app.command()
+@_command(
+    "Ship",
+    "eckart export kfac-0.33 model.onnx --int8",
+    "eckart export ./any-hugging-face-folder model.onnx",
+    "eckart export kfac-0.33 plain-model/ --dense",
+)
 def export(
     candidate: Annotated[
-        str, typer.Argument(help="a candidate of models/finetuned, or the path of any Hugging Face folder")
+        str, typer.Argument(help="A candidate, such as kfac-0.33, or the path of any Hugging Face folder.")
     ],
-    target: Annotated[Path, typer.Argument(help="file to write: FILE.onnx, or with --dense a folder")],
-    int8: Annotated[bool, typer.Option("--int8", help="store the ONNX weights in int8")] = False,
+    target: Annotated[Path, typer.Argument(help="File to write, such as model.onnx. With --dense: a folder.")],
+    int8: Annotated[bool, typer.Option("--int8", help="Store the ONNX weights in int8.")] = False,
     dense: Annotated[
-        bool, typer.Option("--dense", help="write a plain Hugging Face folder with the factors multiplied out")
+        bool, typer.Option("--dense", help="Write a plain Hugging Face folder with the factors multiplied out.")
     ] = False,
 ) -> None:
-    """Write a candidate as ONNX, checked against torch, or as a plain Hugging Face model."""
+    """Write a candidate as ONNX or as a plain Hugging Face model.
+
+    The answers of the ONNX file are checked against those in torch.
+    """
     if dense and int8:
         raise EckartError("--dense and --int8 contradict each other: give only one")
     if dense:
@@ -431,14 +616,14 @@ def export(
     print(to_onnx(candidate, target, int8))
 
 
-@app.command()
+@_command("Ship", "eckart publish kfac-0.33 me/my-model --dry-run", "eckart publish kfac-0.33 me/my-model --private")
 def publish(
-    candidate: Annotated[str, typer.Argument(help="candidate such as kfac-0.33")],
-    repository: Annotated[str, typer.Argument(help="repository on the Hugging Face hub: USER/NAME")],
-    private: Annotated[bool, typer.Option("--private", help="make a new repository private")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files and send nothing")] = False,
+    candidate: Annotated[str, typer.Argument(help="A candidate, such as kfac-0.33.")],
+    repository: Annotated[str, typer.Argument(help="Repository on the Hugging Face hub: USER/NAME.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and send nothing.")] = False,
 ) -> None:
-    """Upload a candidate with its card to the Hugging Face hub."""
+    """Upload a candidate with its model card to the Hugging Face hub."""
     from flows.hub import publish as hub  # a slow import, not for --help
 
     published = hub.publish(candidate, repository, private, dry_run)
@@ -449,11 +634,11 @@ def publish(
     print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {place}.")
 
 
-@app.command("params")
+@_command("Make", "eckart params", "eckart params recipes.kfac", name="params")
 def show_params(
-    part: Annotated[str, typer.Argument(help="dotted name, such as recipes.kfac; default: all")] = "",
+    part: Annotated[str, typer.Argument(help="Dotted name, such as recipes.kfac. Default: all.")] = "",
 ) -> None:
-    """Print params.yaml with all defaults and what each parameter means."""
+    """Print all parameters with their defaults and meanings."""
     from tasks.config import reference, schema, validation  # slow imports, not for --help
     from tasks.config.resolved import resolve
 
@@ -461,9 +646,9 @@ def show_params(
     print(reference.text(resolve(schema.read()), part), end="")
 
 
-@app.command("pin")
+@_command("Operate", "eckart pin", name="pin")
 def pin_inputs() -> None:
-    """Pin base model and data in params.yaml to their newest commits on the Hugging Face hub."""
+    """Pin base model and data to their newest commits on the hub."""
     from flows.hub import pin as hub  # a slow import, not for --help
 
     pins = hub.pin()
@@ -474,9 +659,9 @@ def pin_inputs() -> None:
         print("Nothing to pin: model.base and data.source are not on the hub, or name a branch or tag.")
 
 
-@app.command()
+@_command("Share", "eckart push")
 def push() -> None:
-    """Upload to the DVC remote all files that dvc.lock and the run cache name, and the inputs that DVC tracks."""
+    """Upload models, data and results to the DVC remote."""
     from flows.engine import dvc_transport, stages  # slow imports, not for --help
 
     stages.check_workspace()
@@ -487,9 +672,9 @@ def push() -> None:
     print("The remote has all that dvc.lock and the run cache name.")
 
 
-@app.command()
+@_command("Share", "git pull && eckart pull")
 def pull() -> None:
-    """Download from the DVC remote the files that this workspace lacks; run nothing and leave dvc.lock as it is."""
+    """Download the files that are missing here from the DVC remote."""
     from flows.engine import dvc_transport, stages  # slow imports, not for --help
 
     stages.check_workspace()
@@ -502,15 +687,24 @@ def pull() -> None:
         print("Everything is up to date.")
 
 
-@app.command("reproduce")
+@_command(
+    "Share",
+    "eckart reproduce kfac-0.33",
+    "eckart reproduce kfac-0.33 --rev v1.0",
+    "eckart reproduce kfac-0.33 --again",
+    name="reproduce",
+)
 def reproduce_candidate(
-    candidate: Annotated[str, typer.Argument(help="candidate such as kfac-0.33, or the name of any other stage")],
-    rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
+    candidate: Annotated[str, typer.Argument(help="A candidate, such as kfac-0.33, or the name of any stage.")],
+    rev: Annotated[str, typer.Option(help="Git revision whose dvc.lock records it.")] = "HEAD",
     again: Annotated[
-        bool, typer.Option("--again", help="run the stages again even if the recorded files are in the cache")
+        bool, typer.Option("--again", help="Run the stages again even if the recorded files are in the cache.")
     ] = False,
 ) -> None:
-    """Restore a candidate of any git revision bit for bit: from cache or remote, or by running its stages again."""
+    """Restore a candidate of any git revision, bit for bit.
+
+    Its files come from the cache or the DVC remote, or from running its stages again, in a workspace of its own.
+    """
     from flows.workspace import reproduce  # a slow import, not for --help
 
     recorded = reproduce.record(candidate, rev)
@@ -528,9 +722,12 @@ def reproduce_candidate(
     print("All files are the same, bit for bit.")
 
 
-@app.command()
+@_command("Share", "eckart verify")
 def verify() -> None:
-    """Find entries of dvc.lock and of the run cache, here and in the remote, that no run has written."""
+    """Check that a run has written each entry of dvc.lock.
+
+    It also checks the entries of the run cache, here and in the DVC remote.
+    """
     from flows.engine import stages
     from flows.engine import verify as module  # a slow import, not for --help
 
@@ -559,19 +756,19 @@ def _print_findings(findings: Findings) -> None:
             print("\n".join([f"  {difference}", *(f"    in {entry.place}" for entry in entries)]))
 
 
-@app.command()
+@_command("Operate", "eckart gc", "eckart gc --runs 14 --commits 10 --yes")
 def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="remove it; without this option nothing is removed")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="how many finished runs of each study to keep")] = 7,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this option, nothing is removed.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="Finished runs of each study to keep.")] = 7,
     commits: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="keep results of the last N commits that changed dvc.lock, and of tags and branches; default: of all",
+            help="Keep results of the last N commits that changed dvc.lock, and of tags and branches. Default: of all.",
         ),
     ] = None,
 ) -> None:
-    """List what fills the disk and is no longer used, and remove it with --yes."""
+    """List files and runs that nothing uses; --yes removes them."""
     settings.use_local_server()
     from flows.gc import collect  # slow imports, not for --help
 
@@ -602,17 +799,20 @@ def _print_files(files: Sequence[ComparedFile], title: str) -> None:
     Console().print(table)
 
 
-@app.command()
+@_command("Look", "eckart ui", "eckart ui --port 4201 --mlflow-port 5001")
 def ui(
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="port of Prefect's page; default: PREFECT_SERVER_API_PORT, or 4200"),
+        typer.Option(min=1, max=65535, help="Port of Prefect's page. Default: PREFECT_SERVER_API_PORT, or 4200."),
     ] = None,
     mlflow_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="port of MLflow's page; default: MLFLOW_PORT, or 5000")
+        int | None, typer.Option(min=1, max=65535, help="Port of MLflow's page. Default: MLFLOW_PORT, or 5000.")
     ] = None,
 ) -> None:
-    """Show the pages of Prefect and MLflow, on this machine only; start missing servers, which run until Ctrl-C."""
+    """Show all runs on the web pages of Prefect and MLflow.
+
+    Missing servers are started, and run until Ctrl-C. Only this machine can open the pages.
+    """
     from flows.servers.ui import show_pages
 
     show_pages(Console(), port, mlflow_port)

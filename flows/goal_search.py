@@ -7,7 +7,8 @@ from collections.abc import Callable
 from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
 from tasks.report.goals import goal_results, goal_text
-from tasks.report.results import load_results
+from tasks.report.numbers import score, size, times
+from tasks.report.results import Results, load_results
 
 
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
@@ -15,7 +16,7 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
     Each round adds one value for each recipe and goal, unless no value can bring the recipe closer to the goal. All
     recipes are run at every value, so that they can be compared. The values are written into params.yaml, so that an
-    interrupted search can continue.
+    interrupted search can continue. A line about each value is logged.
 
     Raises:
         ParamsError: study.goals is empty.
@@ -25,11 +26,29 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         raise schema.ParamsError(
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
-    run()
-    while open_goals := [goal for goal in goal_results(load_results()) if goal.closer]:
+    logged: set[str] = set()
+    while True:
+        run()
+        results = load_results()
+        for keep in (keep for keep in results.keeps if keep not in logged):
+            log(_line(results, keep))
+            logged.add(keep)
+        open_goals = [goal for goal in goal_results(results) if goal.closer]
+        if not open_goals:
+            return
         keeps = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
         reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
         log(f"Trying keep {', '.join(keeps)}, now in {PARAMS}, for {reasons}.")
         more = {*schema.section("study.keeps", list), *map(float, keeps)}
         yaml_edit.update({"study": {"keeps": sorted(more, reverse=True)}})
-        run()
+
+
+def _line(results: Results, keep: str) -> str:
+    """Return a line about the best candidate at `keep`, chosen on validation examples."""
+    best = results.best(candidate for candidate in results.candidates if candidate.keep == keep)
+    assert best is not None  # each recipe has a candidate at each keep
+    return (
+        f"keep {keep}: {best.name} has {results.metric.title} {score(best.recovered)} on test examples (original "
+        f"model: {score(results.dense.score.metric)}), {size(best.evaluation.size.bytes)}, "
+        f"{times(best.benchmark.speedup.median)} as fast"
+    )

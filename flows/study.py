@@ -34,6 +34,7 @@ from flows.environment.redaction import keep_out, redact
 from flows.tracking import database
 from flows.workspace import deployment_owner, installation
 from tasks.artifacts.errors import EckartError
+from tasks.report.numbers import counted
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
@@ -207,7 +208,7 @@ def _run(options: Options) -> list[Outcome]:
             terminal.show_progress(planned) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
-            submit: Submit = partial(stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
+            submit: Submit = partial(_submit, execute=execute, slots=slots, mirror=mirror, progress=progress)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
@@ -224,8 +225,9 @@ def _run(options: Options) -> list[Outcome]:
         advice = "The next run uses the new state" if changed else "Fix the cause and run again"
         waiting = len(planned) - len(finished) - len(causes)
         lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
+        them = "it" if len(causes) == 1 else "them"
         raise (StudyChanged if changed else StudyFailed)(
-            f"{len(causes)} stages failed, {waiting} need them and did not run, "
+            f"{counted(len(causes), 'stage')} failed, {waiting} need {them} and did not run, "
             f"{len(finished)} are finished and kept:\n{lines}\n{advice}: only unfinished stages will run."
         )
     return list(finished.values())
@@ -280,6 +282,11 @@ def _executor(
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
         yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
+
+
+def _submit(planned: Planned, **options: Any) -> PrefectFuture[Any]:
+    # The task gets the stage's name, too: until a task begins, Prefect shows it by the task's name, as `stage-13f`.
+    return stage.with_options(name=planned.name).submit(planned, **options)
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:

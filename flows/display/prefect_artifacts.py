@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
     from tasks.report.choose_candidate import Gate
 
-_COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
+_COLUMNS = {
+    "original": "dense",
+    "before fine-tuning": "factorized",
+    "after fine-tuning": "recovered",
+    "target parameters": "target_parameters",
+    "MACs per token": "macs_per_token",
+    "times as fast": "speedup",
+}
+"""Title of a column of the table → column of the comparison."""
 _ROWS = 100  # largest number of changes of one kind that are listed
 
 
@@ -28,11 +36,15 @@ def comparison(study: str, mirror: Mirror) -> None:
     from flows.display import run_diff  # a slow import
 
     rows = run_diff.comparison()
-    table = [{"candidate": name} | {column: _short(row[column]) for column in _COLUMNS} for name, row in rows.items()]
+    table = [
+        {"candidate": name, **{title: _short(row[column]) for title, column in _COLUMNS.items()}}
+        for name, row in rows.items()
+    ]
     linked = ", ".join(f"[{name}]({mirror.page(run)})" for name, run in mirror.lineage.items())
     links = "MLflow was not reached." if mirror.down else f"MLflow: [this run]({mirror.page()}), {linked}"
     metric = METRICS[next(iter(rows.values()))["metric"]].with_direction
-    create_table_artifact(table, key=f"comparison-{_slug(study)}", description=f"{metric}. {links}")
+    description = f"{metric}, on test examples. {links}"
+    create_table_artifact(table, key=f"comparison-{_slug(study)}", description=description)
 
 
 def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a study: the finished stages, the running ones with their steps, and estimates of the time left."""
+"""The progress of a study: the number of finished stages, and the running ones with their steps and the time left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _STEPS = re.compile(r"(?<!\S)(\d+)/([1-9]\d*)(?!\S)")
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES = 20  # last lines of output that are kept for each stage
 _PER_SECOND = 2  # how often the display is redrawn
-_PERIOD = 24 * 3600  # the time left is estimated from the steps or stages that were done in these last seconds
+_PERIOD = 24 * 3600  # the time left is estimated from the steps that were done in these last seconds
+_ENOUGH = 0.05  # share of the steps after which the time left is shown; the first steps are slower than the others
 
 
 class _Elapsed(rich.progress.ProgressColumn):
@@ -27,6 +28,18 @@ class _Elapsed(rich.progress.ProgressColumn):
 
     def render(self, task: rich.progress.Task) -> Text:
         return Text(duration(task.get_time() - task.fields["begun"]))
+
+
+class _Left(rich.progress.ProgressColumn):
+    """A column with the time that a stage's steps will still take.
+
+    It is empty for the study: the times of its stages differ too much to tell the time of those that did not run yet.
+    """
+
+    def render(self, task: rich.progress.Task) -> Text:
+        known = task.total and task.completed >= _ENOUGH * task.total and not task.fields["whole"]
+        seconds = task.time_remaining if known else None
+        return Text(f"{roughly(seconds)} left" if seconds else "")
 
 
 def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> rich.progress.Progress:
@@ -40,7 +53,7 @@ def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> r
             "{task.fields[line]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)
         ),
         _Elapsed(table_column=text),
-        rich.progress.TimeRemainingColumn(table_column=text),
+        _Left(table_column=text),
         console=console,
         get_time=get_time,
         transient=True,
@@ -74,14 +87,14 @@ class Progress:
         self._last_lines: dict[str, str] = {}
         self._tracebacks: dict[str, list[str]] = defaultdict(list)
         self._quarters: dict[str, int] = {}  # quarter of a training's steps that was logged last
-        # Stages that were up to date before the run say nothing about the time that the others take.
         self._done = {stage.name for stage in stages if stage.cached}
         self._failed: set[str] = set()
         self._guard = threading.RLock()
-        self._study = self._add("study", len(stages), len(self._done))
+        self._study = self._add("stages", len(stages), len(self._done), whole=True)
 
-    def _add(self, name: str, total: int | None, completed: int = 0) -> rich.progress.TaskID:
-        return self._bars.add_task(name, total=total, completed=completed, line="", begun=self._bars.get_time())
+    def _add(self, name: str, total: int | None, completed: int = 0, whole: bool = False) -> rich.progress.TaskID:
+        begun = self._bars.get_time()
+        return self._bars.add_task(name, total=total, completed=completed, line="", begun=begun, whole=whole)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:

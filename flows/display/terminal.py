@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import rich.progress
 from rich.console import Console
@@ -25,32 +26,44 @@ QUIET = {"eckart_quiet": True}
 _DOUBLED = ("dvc", "dvc_data", "dvc_objects")
 _BARS = ("dvc.progress", "dvc_data.callbacks")  # the levels of these loggers decide whether DVC draws progress bars
 
+_FLOWS = Path(__file__).parents[1]
+
 _bars: rich.progress.Progress | None = None
+_console: Console | None = None
+"""The console that shows only warnings and errors of the log; None if the log is printed as Prefect and DVC do."""
 
 
 @contextmanager
-def terminal() -> Iterator[None]:
-    """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end."""
+def terminal(quiet: bool = False) -> Iterator[None]:
+    """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end.
+
+    Args:
+        quiet: whether to draw nothing, and to print only warnings and errors.
+    """
     console = Console(stderr=True, highlight=False)
-    if not (sys.stderr.isatty() and console.is_interactive):
+    if not (quiet or (sys.stderr.isatty() and console.is_interactive)):
         yield
         return
-    global _bars
+    global _bars, _console
     for name in _BARS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with new_bars(console) as bars:
-        _bars = bars
-        try:
+    _console = console
+    try:
+        if quiet:
             yield
-        finally:
-            _bars = None
+            return
+        with new_bars(console) as bars:
+            _bars = bars
+            yield
+    finally:
+        _bars = _console = None
 
 
 def doing(words: str) -> None:
     """Show in the live display, if there is one, what the run does before or after its stages."""
     if _bars:
         _clear(_bars)
-        _bars.add_task(words, total=None, line="", begun=_bars.get_time())
+        _bars.add_task(words, total=None, line="", begun=_bars.get_time(), whole=True)
 
 
 def _clear(bars: rich.progress.Progress) -> None:
@@ -59,12 +72,12 @@ def _clear(bars: rich.progress.Progress) -> None:
 
 
 def log_above() -> None:
-    """Print logged warnings and errors above the live display, if there is one, until the process ends.
+    """Print only warnings and errors of the log until the process ends, if there is a live display or a quiet run.
 
     Call this function after Prefect and DVC are imported, because they set up log handlers when imported.
     """
-    if _bars:
-        logging.getLogger().handlers = [_Above(_bars.console)]
+    if _console:
+        logging.getLogger().handlers = [_Above(_console)]
         for name in _DOUBLED:
             logging.getLogger(name).handlers = []
 
@@ -103,18 +116,34 @@ def _quiet_console() -> Iterator[None]:
             logging.getLogger(name).handlers = before
 
 
-class _Above(logging.Handler):
-    """A log handler that prints warnings and errors above the live display."""
+@contextmanager
+def own_lines() -> Iterator[None]:
+    """While the block runs, print only our own log lines, and warnings and errors. Prefect's server still gets all."""
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [_Above(Console(stderr=True, highlight=False), logging.INFO)]
+    root.handlers[0].addFilter(_is_ours)
+    try:
+        yield
+    finally:
+        root.handlers = before
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or Path(record.pathname).is_relative_to(_FLOWS)
+
+
+class _Above(logging.Handler):
+    """A log handler that prints warnings and errors, or lines of another level, above the live display."""
+
+    def __init__(self, console: Console, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.console = console
         self.addFilter(_is_news)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stage = getattr(record, "task_run_name", None)
-            style = "red" if record.levelno >= logging.ERROR else "yellow"
+            style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
             text = f"{stage}: {self.format(record)}" if stage else self.format(record)
             self.console.print(Text.from_ansi(text, style=style), soft_wrap=True)
         except Exception:  # as every handler does

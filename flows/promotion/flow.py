@@ -131,12 +131,13 @@ def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Promot
         except SmokeFailed as error:
             log.warning("left by an earlier promotion: %s", error)
         candidate = choose(name)
-        best = "is the best on validation examples within the limits of promotion in params.yaml"
-        log.info("%s %s", candidate.name, "was named" if name else best)
+        if not name:
+            log.info("%s is the best on validation examples within the limits of promotion", candidate.name)
         if result := _champion_already(candidate, models.champion()):
             return result
+        log.info("registering %s", candidate.name)
         version = register(models, terms, candidate, again)
-        log.info("it is version %s of %s, and goes through the gates", version, models.name)
+        log.info("version %s of %s: checking the gates on test examples", version, models.name)
         return _challenge(models, terms, candidate, version)
 
 

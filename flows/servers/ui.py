@@ -63,6 +63,8 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
                     sys.exit("MLflow's server ended: its message is above")
                 time.sleep(0.2)
             _print(console, prefect, mlflow)
+            if not mlflow.remote and (runs := _runs_of_study(mlflow.address)):
+                console.print(f"Runs with their metrics: {runs}", soft_wrap=True, highlight=False)
             if ports != usual and not prefect.remote:
                 variables = f"PREFECT_SERVER_API_PORT={ports[0]} MLFLOW_PORT={ports[1]}"
                 console.print(f"Other commands find them with {variables}.", soft_wrap=True)
@@ -137,6 +139,19 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
     finally:
         server.terminate()
         server.wait()
+
+
+def _runs_of_study(address: str) -> str:
+    """Return the URL of MLflow's list of this study's runs, with columns of metrics; empty if there are no runs."""
+    from mlflow import MlflowClient  # slow imports, while the servers run already
+
+    from flows.tracking.mirror import VIEW
+
+    try:
+        study = MlflowClient(database.address()).get_experiment_by_name(schema.read()["study"]["name"])
+    except Exception:  # of the database or params.yaml; the servers are of use without this line
+        return ""
+    return f"{address}/#/experiments/{study.experiment_id}/runs?viewStateShareKey={VIEW}" if study else ""
 
 
 def _study() -> str:

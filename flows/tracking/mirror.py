@@ -53,10 +53,14 @@ _POLL = 1.0  # seconds between two reads of a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
 _TIMES = "benchmark"  # name of the stage that measures the speed of all candidates
+_SPEED = "speedup.median"
 _TIMES_KEY = "dvc.times"  # tag of a candidate's run: key of the outcome of `benchmark` whose times were logged
 LINEAGE = "lineage.json"
 """Artifact of the parent run: each candidate's run id, and each stage's status, key and digests of its outputs."""
 _BEST_METRICS = ("validation.metric", "recovered.metric", "target_parameters")  # logged in the parent run, too
+VIEW = "candidates"
+"""Name of a view of MLflow's list of runs, which shows columns of metrics; the list itself shows none by default."""
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"  # tag of the experiment, in which MLflow's pages keep a view
 _OTHER_CURVES = ("search", "control")  # folder or file names of the training curves of searches and of the control
 
 
@@ -118,6 +122,8 @@ class Mirror:
         """Open the parent run. If all stages are up to date, reuse a finished run with the same results, if any."""
         self.client = MlflowClient(database.address())
         self.experiment = experiment(self.client, self.study)
+        self._metric = str(flatten(parameters).get("data.metric", "metric"))
+        self._show_metrics()
         self._end_abandoned()
         self._parameters = _params(parameters)
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
@@ -132,6 +138,22 @@ class Mirror:
             self._machine = SystemMetricsMonitor(run, tracking_uri=self.client.tracking_uri)
             self._machine.start()
         return str(run)
+
+    def _show_metrics(self) -> None:
+        """Make the view of the list of runs in which a person compares candidates, unless the experiment has it."""
+        columns = [f"metrics.`{name}`" for name in _column_names(self._metric)]
+        view = json.dumps({"selectedColumns": columns, "columnOrder": columns})
+        if self.client.get_experiment(self.experiment).tags.get(_VIEW_TAG) != view:
+            self.client.set_experiment_tag(self.experiment, _VIEW_TAG, view)
+
+    def _columns(self, numbers: Mapping[str, float], dense: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the view, from the numbers of a candidate and of the original model."""
+        values = (numbers.get("recovered.metric"), dense.get("dense.score.metric"), numbers.get("size.bytes"))
+        names = _column_names(self._metric)
+        columns = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+        if names[2] in columns:
+            columns[names[2]] /= 1e6
+        return columns
 
     def _name(self) -> str:
         """Return the name of the parent run in MLflow's list of runs: study and number of candidates."""
@@ -270,7 +292,7 @@ class Mirror:
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=[*own, *_points(others)],
+            metrics=[*own, *_points({**others, **self._columns(_numbers(outcomes), others)})],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -304,11 +326,15 @@ class Mirror:
         outcomes = list(self._outcomes.values())
         counts = Counter(outcome.status.lower() for outcome in outcomes)
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
-        numbers |= _numbers([outcome for outcome in outcomes if outcome.stage in ("dense", "export_dense")])
+        dense = _numbers([outcome for outcome in outcomes if outcome.stage in ("dense", "export_dense")])
+        numbers |= dense
         tags = {"dvc.key": key_of(outcomes)} if complete else {}
         if chosen := _chosen(outcomes):
             tags["eckart.best"], measured = chosen
             numbers |= {f"best.{name}": measured[name] for name in _BEST_METRICS if name in measured}
+            times = _numbers([outcome for outcome in outcomes if outcome.stage == _TIMES], chosen[0])
+            numbers |= self._columns(measured, dense)
+            numbers |= {name: value for name, value in times.items() if name == _SPEED}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
         self.client.log_inputs(self.parent, _datasets(outcomes))
         ran = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
@@ -320,6 +346,11 @@ class Mirror:
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
             self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
+
+
+def _column_names(metric: str) -> tuple[str, ...]:
+    """Return the names of the metrics of the view: of the study's metric, such as `accuracy`, of size and speed."""
+    return metric, f"{metric} of original", "MB", _SPEED
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:

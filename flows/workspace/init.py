@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from tasks.config.schema import PARAMS, read, sections
 from tasks.nlp_tasks import TaskName
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
+_STAGED = (".dvc", ".dvcignore")  # what `dvc init` stages; a user would commit these without the rest
 _RECIPE = "anchored"
 RAW, BASE = CARRIED
 
@@ -58,11 +59,14 @@ class Filled:
     """Sentence that says what happens to the base model's head; may be empty."""
 
 
-def init(folder: Path, options: InitOptions, again: bool = False) -> Filled:
-    """Make `folder` a workspace, or change one that exists. Files in it stay.
+def init(
+    folder: Path, options: InitOptions, again: bool = False, step: Callable[[str], None] = lambda words: None
+) -> Filled:
+    """Make `folder` a workspace, or change one that exists. Files in it stay, and nothing new is staged in git.
 
     Args:
         again: whether `folder` already is a workspace. Then only the parameters that follow from the options change.
+        step: a function that is called at the beginning of each step, with words for it.
 
     Raises:
         InitError: nothing was changed.
@@ -77,9 +81,10 @@ def init(folder: Path, options: InitOptions, again: bool = False) -> Filled:
             worktrees.carry(folder / part, draft / part)
             (draft / part).mkdir(parents=True, exist_ok=True)
         try:
-            filled = _fill_in(draft, folder, options, again)
+            filled = _fill_in(draft, folder, options, again, step)
         except EckartError as error:  # the message may name copies in the temporary folder
             raise InitError(_by_own_names(str(error), options)) from error
+        step("setting up git and DVC")
         folder.mkdir(parents=True, exist_ok=True)
         _set_up(folder)
         for part in CARRIED:
@@ -96,6 +101,7 @@ def init(folder: Path, options: InitOptions, again: bool = False) -> Filled:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
     for part in CARRIED:
+        step(f"adding {part} to DVC")
         _hand_to_dvc(folder, part)
     return filled
 
@@ -129,23 +135,29 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
         raise InitError(f"--base {options.base} does not exist")
 
 
-def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool) -> Filled:
+def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:
     """Copy the user's model and data into a draft of the workspace, and adapt the draft's params.yaml to them."""
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = options.base
+    given = [str(value) for value in (base, options.data) if value and Path(value).exists()]
+    if given:
+        step(f"copying {' and '.join(given)}")
     if base and Path(base).exists():
         base = str(_bring(Path(base), BASE, draft, folder))
     source = str(_bring(options.data, RAW, draft, folder)) if options.data else _own_data(present)
     changes: dict[str, Any] = {}
     head = ""
     if base or source:
-        from flows.workspace import params_from_data  # slow: it imports torch and transformers
+        step("loading torch and transformers")
+        from flows.workspace import params_from_data  # slow: it imports both
     if base:
+        step(f"reading the config and tokenizer of {options.base}")
         changes["model"] = {"base": base}
         with chdir(draft):
             params_from_data.read_base(base)
     if source:
         data = _completed(options, present)
+        step(f"reading {options.data or source}")
         with chdir(draft):
             decided, head = params_from_data.of_data(
                 source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
@@ -240,4 +252,5 @@ def _set_up(folder: Path) -> None:
         worktrees.git(folder, "init", "--quiet")
     if not (folder / ".dvc").exists():
         worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
+        worktrees.git(folder, "reset", "--quiet", "--", *_STAGED)
         (folder / ".dvc/config").write_text(_CONFIG)

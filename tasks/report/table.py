@@ -245,29 +245,43 @@ def to_text(results: Results) -> str:
 
 
 def _candidates(results: Results) -> Table:
+    """Make the table of all models. The columns that a choice needs come first, since a narrow terminal cuts the last.
+
+    It is at most 140 characters wide if no name has more than 29. The page also has steps, ranks, MACs and
+    the interval of the difference from the control.
+    """
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
     first = reference_rows(results)
-    before = [head for head in (STEPS, "shaped", BEFORE) if head in first[0].cells]
-    if STEPS in before:
-        table.add_column("steps before\nfactorization", justify="right")
-    heads = [head.replace(" fine", "\nfine") for head in (*before, AFTER) if head != STEPS]
-    heads += ["vs. original", "interval", "vs. control", "interval", "targets", "model", "MACs", "speedup"]
+    before = BEFORE in first[0].cells
+    heads = [
+        results.metric.title,
+        "difference\nfrom original",
+        "size",
+        "speed",
+        "model\nparameters",
+        "target\nparameters",
+    ]
+    heads += ["difference\nfrom control", *(["before\nfine-tuning"] if before else [])]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for group in (first, *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps)):
         for line in group:
             cells = line.cells
-            compared = [
-                text for head in ("vs. original", "vs. control") for text in (cells[head].value, cells[head].below)
-            ]
             table.add_row(
                 line.name,
-                *(cells[head].value for head in before),
                 f"{cells[AFTER].value} {line.mark or ' '}",
-                *compared,
-                *(cells[head].below for head in ("target parameters", "model parameters", "MACs per token")),
+                _with_interval(cells["vs. original"]),
+                cells["size"].value,
                 cells["speed"].value,
+                cells["model parameters"].below,
+                cells["target parameters"].below,
+                cells["vs. control"].value,
+                *([cells[BEFORE].value] if before else []),
             )
         table.add_section()
     return table
+
+
+def _with_interval(difference: Cell) -> str:
+    return f"{difference.value} ({difference.below})" if difference.below else difference.value

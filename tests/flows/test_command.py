@@ -1,10 +1,12 @@
 """The command `eckart` is `python -m flows`, where there is a pipeline."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import eckart_command
@@ -42,3 +44,25 @@ def test_an_unreadable_file_ends_a_command_with_a_message(tmp_path: Path, monkey
     done = CliRunner().invoke(app, ["push"])
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
     assert ".dvc/config" in done.output
+
+
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_in_the_help_of_a_command_are_valid_command_lines(name: str) -> None:
+    command = COMMANDS[name]
+    heading, *examples = command.epilog.splitlines()
+    assert heading == "Examples:"
+    assert examples
+    for example in examples:
+        program, called, *words = shlex.split(example.rpartition("&&")[2].partition(">")[0])
+        assert (program, called) == ("eckart", name)
+        command.make_context(name, words)  # raises an error if an option is unknown
+
+
+def test_each_command_has_one_line_in_the_table_of_contents() -> None:
+    lines = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output.splitlines()
+    for name, command in COMMANDS.items():
+        summary = command.help.partition("\n")[0]
+        assert any(line.strip("│ ").split(maxsplit=1) == [name, summary] for line in lines), summary

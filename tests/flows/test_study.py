@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.display import run_diff
 from flows.engine.stages import read_now
+from flows.tracking.mirror import VIEW
 from tasks.artifacts.results_schema import SECONDS
 from tests.flows.hub import TOKEN, hub
 from tests.flows.servers import pages
@@ -72,6 +73,20 @@ class TestAfterTheFirstRun:
         seconds = json.loads((study.root / SECONDS).read_text())
         assert {"teacher", "search@svd-0.5", "finetune@kfac-0.5", "compare"} < set(seconds)
 
+    def test_a_script_reads_the_results_as_json(self, workspace: Path) -> None:
+        with chdir(workspace):
+            told = json.loads(CliRunner().invoke(app, ["table", "--json"]).stdout)
+            quiet = CliRunner().invoke(app, ["table", "--quiet"])
+        assert told["best"] == json.loads((workspace / "reports/choice.json").read_text())["candidate"]
+        assert quiet.exit_code == (0 if told["best"] else 1)  # none may be fast enough here
+        assert quiet.stdout.strip() == told["best"] or quiet.exit_code
+        (kfac,) = (candidate for candidate in told["candidates"] if candidate["name"] == "kfac-0.5")
+        evaluation = json.loads((workspace / "reports/evaluate/kfac-0.5.json").read_text())
+        exports = json.loads((workspace / "reports/onnx/kfac-0.5.json").read_text())
+        assert kfac["metric"] == evaluation["recovered"]["metric"]
+        assert kfac["exports"]["int8"]["bytes"] == exports["int8"]["bytes"]
+        assert all((workspace / path).exists() for path in {**kfac["files"], **told["files"]}.values())
+
     def test_mlflow_mirrors_the_study(self, study: Study) -> None:
         result = runs(study.root)
         (parent,), (child,) = result[""], result["kfac-0.5"]
@@ -79,6 +94,19 @@ class TestAfterTheFirstRun:
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
         assert parent.data.metrics["stages.executed"] == 18
+
+    def test_mlflow_lists_the_metric_of_candidates_and_of_the_best_one(self, study: Study) -> None:
+        """In the columns of a view that MLflow's page opens, which shows none of its own."""
+        client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
+        experiment = client.get_experiment_by_name("tiny")
+        assert experiment
+        columns = json.loads(experiment.tags[f"mlflow.sharedViewState.{VIEW}"])["selectedColumns"]
+        names = [column.removeprefix("metrics.").strip("`") for column in columns]
+        for candidate, (run,) in runs(study.root).items():
+            if candidate or "eckart.best" in run.data.tags:
+                assert set(names) <= set(run.data.metrics)
+        (kfac,) = runs(study.root)["kfac-0.5"]
+        assert kfac.data.metrics["accuracy"] == kfac.data.metrics["recovered.metric"]
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
@@ -240,7 +268,7 @@ def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
     change(root, teacher={"learning_rate": 2.0e-3}, check={"fewest_examples": 30})
     done = flows(root, "run")
     assert done.exit_code == 1
-    assert re.search(r"^1 stages failed, .*\n  check: .*check\.fewest_examples", done.output, re.MULTILINE)
+    assert re.search(r"^1 stage failed, .*\n  check: .*check\.fewest_examples", done.output, re.MULTILINE)
     assert unreadable.called
     assert ">broken<" in (root / "reports/check.html").read_text()
     assert not (root / "data/checked.json").exists()

@@ -136,7 +136,8 @@ def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, pla
     mirror.record(outcome("dense", outs=("reports/dense.json",)))  # which may be done after a candidate
     assert not mirror.down
     (run,) = children(root)
-    assert run.data.metrics == {"recovered.metric": 0.8, "target_parameters": 90, "dense.score.metric": 0.9}
+    numbers = {"recovered.metric": 0.8, "target_parameters": 90, "dense.score.metric": 0.9}
+    assert run.data.metrics == numbers | {"perplexity": 0.8, "perplexity of original": 0.9}
 
 
 def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: Path, plan: list[Planned]) -> None:

@@ -156,6 +156,7 @@ def test_a_new_workspace_has_the_default_study_and_whole_git_and_dvc(own: Path) 
         stage["cmd"] = stage["cmd"].replace(f"python -m tasks.{name}", f"eckart stage {name}")
     assert theirs == ours
     assert call(Path("new"), "dvc", "stage", "list", "--name-only")
+    assert not call(Path("new"), "git", "diff", "--cached", "--name-only")
 
 
 def test_a_repository_of_ones_own_keeps_what_it_has(own: Path) -> None:

@@ -153,9 +153,12 @@ def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: P
             for keep in keeps:
                 make_candidate(recipe, keep, TARGETS, 0.8 - 0.4 * (1 - keep) - 0.01 * position)
 
-    pursue(run, lambda _: None)
+    lines: list[str] = []
+    pursue(run, lines.append)
     assert runs[0] == [0.5, 0.25]
     assert all(set(before) < set(after) for before, after in pairwise(runs))
+    about = [line.split(":")[0] for line in lines if line.startswith("keep ")]
+    assert sorted(about) == sorted(f"keep {keep}" for keep in runs[-1])
     assert not [one for one in goal_results(load_results()) if one.closer]
     assert all(one.met for one in goal_results(load_results()))
 

@@ -1,0 +1,132 @@
+"""The results of the last complete run as one JSON object, for scripts. `eckart table --help` lists its keys."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.metrics import METRICS
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import CARDS, FINETUNED, ONNX, ONNX_FILES
+from tasks.artifacts.results_schema import CONTROL_NAME
+from tasks.config import validation
+from tasks.report.choose_candidate import CHOICE, Chosen
+
+_REPORTS = {
+    "page": Path("reports/comparison.html"),
+    "text": Path("reports/comparison.txt"),
+    "table": Path("reports/comparison.csv"),
+    "picture": Path("reports/comparison.png"),
+}
+_RUNTIMES = Path("reports/runtimes.csv")
+_SIZES = ("target_parameters", "model_parameters", "macs_per_token", "bytes")
+
+
+class NoResults(EckartError):
+    """The study has no results yet."""
+
+
+def require(file: Path) -> Path:
+    """Return `file`, which a complete run writes, or raise NoResults."""
+    if not file.is_file():
+        raise NoResults(f"there is no {file}: `eckart run` writes it; run that first")
+    return file
+
+
+def best() -> str | None:
+    """Return the name of the candidate that `eckart promote` takes."""
+    return _chosen().candidate
+
+
+def study_json() -> dict[str, Any]:
+    """Return the results. A number that was not measured is None."""
+    rows = _rows(_REPORTS["table"])
+    control = next(row for row in rows if row["recipe"] == CONTROL_NAME)
+    metric, chosen = METRICS[control["metric"]], _chosen()
+    exported = {(row["model"], row["runtime"]): row for row in _rows(_RUNTIMES)}
+    return {
+        "study": validation.typed_section("study").name,
+        "metric": control["metric"],
+        "lower_is_better": metric.lower_is_better,
+        "original": {"metric": float(control["dense"]), **_sizes(control)},
+        "control": {"metric": float(control["recovered"])},
+        "best": chosen.candidate,
+        "non_inferior": chosen.non_inferior,
+        "alternative": chosen.alternative,
+        "candidates": [_candidate(row, exported) for row in rows if row is not control],
+        "goals": _goals(),
+        "files": {name: str(path) for name, path in _REPORTS.items()},
+    }
+
+
+def _chosen() -> Chosen:
+    return Chosen.model_validate_json(require(CHOICE).read_text())
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with require(file).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _candidate(row: Mapping[str, str], exported: Mapping[tuple[str, str], Mapping[str, str]]) -> dict[str, Any]:
+    name = candidate_name(row["recipe"], row["keep"])
+    exports = {runtime: exported[name, runtime] for runtime in ONNX_FILES if (name, runtime) in exported}
+    return {
+        "name": name,
+        "recipe": row["recipe"],
+        "keep": float(row["keep"]),
+        "metric": float(row["recovered"]),
+        "before_fine_tuning": _number(row["factorized"]),
+        "from_original": {end: _number(row[f"from_dense_{end}"]) for end in ("low", "high")},
+        "from_control": {end: _number(row[f"from_control_{end}"]) for end in ("low", "high")},
+        **_sizes(row),
+        "speedup": _speedup(row, "speedup"),
+        "exports": {runtime: _export(run) for runtime, run in exports.items()},
+        "files": {
+            "model": str(FINETUNED / name),
+            "card": str(CARDS / f"{name}.md"),
+            **{runtime: str(ONNX / name / ONNX_FILES[runtime]) for runtime in exports},
+        },
+    }
+
+
+def _export(run: Mapping[str, str]) -> dict[str, Any]:
+    ratio = next(column for column in run if column.endswith(".of_torch"))  # of the benchmark's first shape
+    return {"metric": float(run["metric"]), "bytes": int(run["bytes"]), "speedup": _speedup(run, ratio)}
+
+
+def _speedup(row: Mapping[str, str], column: str) -> dict[str, float | None]:
+    return {
+        "median": _number(row[column]),
+        "low": _number(row[f"{column}_low"]),
+        "high": _number(row[f"{column}_high"]),
+    }
+
+
+def _sizes(row: Mapping[str, str]) -> dict[str, int]:
+    return {column: int(row[column]) for column in _SIZES}
+
+
+def _number(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
+def _goals() -> list[dict[str, Any]]:
+    if not validation.typed_section("study").goals:
+        return []
+    from tasks.report.goals import goal_results  # slow imports
+    from tasks.report.results import load_results
+
+    return [
+        {
+            "goal": result.goal.model_dump(exclude_none=True),
+            "recipe": result.recipe,
+            "met": result.met,
+            "candidate": result.candidate.name,
+            "next_keep": None if result.closer is None else float(result.closer),
+        }
+        for result in goal_results(load_results())
+    ]
