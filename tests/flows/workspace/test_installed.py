@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +43,7 @@ _SMALL: dict[str, Any] = {
     "benchmark": {"shapes": [[2, 8]], "repetitions": 6},
     "promotion": {"largest_drop": 0.9, "keep": 1, "least_speedup": None},
 }
-"""What cuts the tour's study down to seconds."""
+"""What cuts the study down to seconds."""
 
 
 @pytest.fixture
@@ -59,9 +58,15 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tour() -> list[str]:
+def tutorial() -> list[str]:
     """The commands of docs/tutorials/your-model.md."""
     return re.findall(r"^\$ (.+)$", (REPOSITORY / "docs/tutorials/your-model.md").read_text(), re.MULTILINE)
+
+
+def quick_start() -> list[str]:
+    """The commands that README gives for a model of one's own."""
+    (block,) = re.findall(r"```bash\n(\. .venv.+?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    return [line.partition("  #")[0].strip() for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +85,35 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         (python.parent / name).write_text(f'#!/bin/sh\nexec "{python}" -m {name} "$@"\n')
         (python.parent / name).chmod(0o755)
     inherited = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("PYTHON")}
-    return inherited | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    return inherited | {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(folder / "venv"),
+    }
 
 
-def test_the_tour(own: Path, environment: Mapping[str, str], prefect: Mapping[str, str]) -> None:
-    """Its commands one after the other, on a tiny model and few rows; a folder `tasks` of one's own is not ours.
+def test_the_quick_start_and_the_tutorial(
+    own: Path, environment: Mapping[str, str], prefect: Mapping[str, str]
+) -> None:
+    """README's commands as they stand, and then the tutorial's last, on a tiny model and few rows.
 
-    Nobody finds our packages `tasks` and `flows` in the environment.
+    Nobody finds our packages `tasks` and `flows` in the environment, and a folder `tasks` of one's own is not ours.
     """
-    here, env = own, {**environment, **prefect}
+    env = {**environment, **prefect, "HOME": str(own)}
     look = "from importlib.util import find_spec; print([name for name in ('tasks', 'flows') if find_spec(name)])"
-    assert subprocess.run(["python", "-c", look], cwd=here, env=env, check=True, capture_output=True).stdout == b"[]\n"
-    install, init, _, run, promote, serve = tour()
+    assert subprocess.run(["python", "-c", look], cwd=own, env=env, check=True, capture_output=True).stdout == b"[]\n"
+    activate, *commands = quick_start()
+    init, cd, run, promote = commands
+    install, *same, serve = tutorial()
     assert "eckart" in install
-    subprocess.run(shlex.split(init), cwd=here, env=env, check=True)
+    assert same == [command.replace("~/", "") for command in commands]
+
+    (own / ".venv").symlink_to(environment["VIRTUAL_ENV"])
+
+    def shell(*lines: str) -> str:
+        words = ["bash", "-e", "-c", "\n".join([activate, *lines])]
+        return subprocess.run(words, cwd=own, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    shell(init)
     here = own / "shop"
     dense = (own / "my-model/model.safetensors").stat().st_size
     # At keep 0.86 its files have this size, so that the search for the goal ends after the first round.
@@ -102,11 +122,10 @@ def test_the_tour(own: Path, environment: Mapping[str, str], prefect: Mapping[st
     )
     (here / "tasks").mkdir()
     (here / "tasks/__init__.py").write_text("raise SystemExit('somebody else’s')")
-    subprocess.run(shlex.split(run), cwd=here, env=env, check=True)
+    shell(cd, run)
     assert json.loads((here / "reports/evaluate/anchored-0.86.json").read_text())["size"]["bytes"] <= 0.9 * dense
-    again = subprocess.run(["eckart", "run"], cwd=here, env=env, check=True, capture_output=True, text=True)
-    assert "Nothing was recomputed" in again.stdout
-    subprocess.run(shlex.split(promote), cwd=here, env=env, check=True)
+    assert "Nothing was recomputed" in shell(cd, "eckart run")
+    shell(cd, promote)
     _serves(serve, here, env)
 
 
