@@ -1,4 +1,4 @@
-# `make run` runs the study, `make test` the tests. Each sets up the environment first, once.
+# `make run` runs the study, `make test` the tests. Each sets up the environment first, once; `make setup` does that alone.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,9 @@ READY := $(VENV)/ready
 # The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test bench docs links lint ui lock clean
+.PHONY: setup run test bench docs links lint ui lock clean
+
+setup: $(READY)  ## set up the environment alone
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run

@@ -145,7 +145,7 @@ def _bars(axes: Axes, x: Any, y: Any, low: Any, high: Any, color: str, **style: 
 _AT = {  # where a label of the chart of files stands: offset in points, and alignment
     "original, default quantize_dynamic": ((10, -8), "left"),
     "original, Eckart's int8": ((10, 4), "left"),
-    "original, same fine-tuning": ((10, -14), "left"),
+    "original, fine-tuned like Eckart's": ((10, -14), "left"),
     "keep 0.33": ((-9, 0), "right"),
     "keep 0.1": ((-9, 0), "right"),
     "keep 0.2 with embeddings": ((8, 10), "left"),
@@ -185,7 +185,7 @@ def draw_ship(figure: Figure, theme: Theme, numbers: Numbers) -> None:
         )
     axes.axhline(numbers["control"], color=theme.faint, linestyle=(0, (1, 2)), linewidth=1.4, zorder=1)
     axes.annotate(
-        f"original with the same fine-tuning, torch, {numbers['megabytes']} MB",
+        f"original, fine-tuned like Eckart's, float32: {numbers['megabytes']} MB",
         (2.35, numbers["control"]),
         xytext=(0, 5),
         textcoords="offset points",
