@@ -1,7 +1,8 @@
 """vLLM's plug-in: its layers against eckart's and, where vLLM is installed, its answers against those of transformers.
 
-vLLM's environment is another than ours (docs/serving.md says how to run these tests there); without it a stand-in for
-its base classes lets the layers be tested.
+vLLM's environment is another than ours. There, run `pip install pytest accelerate greenlet` and then
+`python -m pytest --noconftest tests/eckart/model/test_vllm.py`. Without vLLM, a stand-in for its base classes lets the
+layers be tested.
 """
 
 from __future__ import annotations
