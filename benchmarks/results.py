@@ -102,8 +102,8 @@ def as_good() -> str:
         " (one seed, `anchored` not run). SoftLM's search is itself a training of "
         f"{rows('fair-softlm', 'softlm').search_steps.iloc[0]:,} steps.",
         "- On movie reviews at keep 0.33 no published method is as good after fine-tuning. Accuracy in percent: "
-        f"LoSparse {reviews['losparse']}, `anchored` {reviews['anchored']}, the control {reviews[CONTROL]}. LoSparse minus "
-        f"`anchored`: {after.points} points.",
+        f"LoSparse {reviews['losparse']}, `anchored` {reviews['anchored']}, the control {reviews[CONTROL]}. "
+        f"LoSparse minus `anchored`: {after.points} points.",
     )
 
 
