@@ -333,7 +333,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Model": f"{base(model)}; the original model is "
         + (f"this, fine-tuned on {teacher.epochs:g} × the training split." if teacher.epochs else "this, as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",
-        "Seconds": "search, factorization and fine-tuning of one candidate, while others ran on the same machine. Not "
+        "Seconds": "search, factorization and fine-tuning of one candidate; others may run at the same time. Not "
         "included: the original model and the calibration statistics, which all candidates share.",
         "Machine": f"{machine}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
