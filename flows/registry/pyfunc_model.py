@@ -49,7 +49,7 @@ class Served(PythonModel):
         """Answer each row of `model_input`, which has the column `text` and, for pairs of texts, `text_pair`.
 
         Returns:
-            A DataFrame with a row of answers for each input. docs/how-to/promote.md describes its columns.
+            A DataFrame with a row of answers for each input. docs/how-to/serve.md describes its columns.
         """
         answers = (
             self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
