@@ -79,7 +79,7 @@ def lines(savings: dict[str, list[float]], ranks: dict[str, int | None], level: 
                 yield f'  <path fill="{color}" d="{bars}"/>'
         middle = LEFT + number * (WIDTH + GAP) + WIDTH / 2
         yield f'  <text x="{middle:.0f}" y="{bottom + 22}">layer {number + 1}</text>'
-        what = "stays dense" if rank is None else f"rank {rank}"
+        what = "dense: all kept" if rank is None else f"rank {rank}"
         yield f'  <text x="{middle:.0f}" y="{bottom + 42}" font-weight="bold">{what}</text>'
     yield f'  <path d="M{LEFT} {water:.1f}H{right}" stroke="#c0641f" stroke-width="2.5"/>'
     yield (

@@ -1,7 +1,9 @@
 """Waterfill: a rank search that spends each parameter of the budget where it saves the most predicted loss.
 
-Related: ARA allocates ranks with the dense layer as a choice, too. Ours are the budget in units of loss, and the hull
-over dense, factors and pivots.
+Related: ZS-SVD (arXiv 2602.02848) and IO-SVD (arXiv 2605.15626) select singular components of the whole model by
+first-order estimates of the loss, under a global budget. LEMS (ICML 2026) allocates ranks by an integer linear program
+over a layer-wise error model. ARA has the dense layer as a choice, too. Ours is the second-order loss, half of S²,
+with the lower hull over dense, factors and pivots.
 
 A target at rank r costs as many parameters as its storage needs, and its predicted loss is ½ Σ_{k>r} S_k², with S its
 weighted singular values. Dense, it costs out · in and loses nothing. A move takes a target to any higher rank, or makes
