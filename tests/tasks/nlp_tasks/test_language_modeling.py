@@ -202,7 +202,7 @@ class TestStages:
         small = reports["kfac"]["continuations"]
         assert [sample["beginning"] for sample in dense] == [sample["beginning"] for sample in small]
         assert {len(sample["beginning"]) for sample in small} == {6}  # bytes, half a block
-        assert "goes on" in Path("reports/cards/kfac-0.5.md").read_text()
+        assert "continues" in Path("reports/cards/kfac-0.5.md").read_text()
 
 
 def write_gguf(file: Path, llama: PreTrainedModel) -> None:
