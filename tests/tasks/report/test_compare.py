@@ -345,12 +345,8 @@ def test_tables_have_columns_for_what_comes_before_the_factorization_if_anything
     make_study(["svd", "ars"], [0.5], bert_like(1))
     make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(1200, R=1.0), average_rank=6.0, shaped=0.75)
     compare.compare()
-    for name, after, before in (
-        ("ars-0.5", "0.700 *", ["0.600", "0.750", "1,200"]),
-        ("svd-0.5", "0.650 ", ["0.550", "–", "0"]),
-    ):
-        assert re.match(rf" *{name} +{re.escape(after)}", text_lines()[name])
-        assert text_lines()[name].split()[-3:] == before
+    for name, after, before in (("ars-0.5", "0.700 *", "0.600"), ("svd-0.5", "0.650 ", "0.550")):
+        assert re.match(rf" *{name} +{re.escape(after)}.* {before}$", text_lines()[name].rstrip())
     assert '<th scope="col">steps before factorization</th><th scope="col">shaped</th>' in page()
     assert '<th scope="row">ars-0.5</th><td>1,200</td><td>0.750<' in page()
     assert columns_of(page()) == {12}
