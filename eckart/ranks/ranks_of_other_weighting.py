@@ -32,7 +32,7 @@ class Borrowed(Method):
     alone = True
 
     kind: Literal["borrowed"] = Field(
-        "borrowed", description="ranks of a search that uses another weighting than the recipe"
+        "borrowed", description="ranks that a search finds under a weighting other than the recipe's"
     )
     weighting: Weighting = Field(Inputs(), description="weighting of that search")
     ranks: RankSearch = Field(Uniform(), description="that search")
