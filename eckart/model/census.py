@@ -45,7 +45,7 @@ class Census(BaseModel):
         """Rows of a table for users: a description of each kind of parameters, and their number, if above 0."""
         lines = [
             ("targets", self.targets),
-            *((f"other linear layers ({reason})", count) for reason, count in self.linear.items()),
+            *((f"linear layers left out (reason: {reason})", count) for reason, count in self.linear.items()),
             ("experts", self.experts),
             ("embeddings", self.embeddings),
             ("the rest (biases, norms, convolutions)", self.rest),
