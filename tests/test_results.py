@@ -1,7 +1,6 @@
 """The results pages, README's numbers and the charts are those of the CSV files in docs/results."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -14,21 +13,6 @@ from tests.workspace import REPOSITORY
 
 RESULTS = REPOSITORY / "docs/results"
 STUDIES = sorted(file.name.removesuffix(".pairs.csv") for file in RESULTS.glob("*.pairs.csv"))
-
-
-@pytest.fixture
-def with_control(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A control that was exported, too, as a third file of the original's size."""
-    name = "ship-linear-layers.runtimes"
-    table = result_files.read(name)
-    table = table[table.model != "control"]
-    both = pd.concat([table, table[table.model == "dense"].assign(model="control")])
-    read = result_files.read
-    for module in (results, charts):
-        monkeypatch.setattr(module, "read", lambda file: both if file == name else read(file))
-    results.exported.cache_clear()
-    yield
-    results.exported.cache_clear()
 
 
 def test_numbers_are_rounded_as_on_paper() -> None:
@@ -94,15 +78,12 @@ def test_a_number_within_a_sentence_is_replaced_and_a_wrong_name_is_named() -> N
         results.filled(page.replace("default.mb", "nothing.mb"))
 
 
-@pytest.mark.usefixtures("with_control")
-def test_a_control_that_was_exported_has_a_row_and_a_mark() -> None:
+def test_the_control_has_a_row_and_a_mark_after_the_original() -> None:
     for table in (results.ship(), results.readme()):
-        (line,) = [line for line in table.splitlines() if "original, same fine-tuning" in line]
+        (line,) = [line for line in table.splitlines() if "fine-tuned like Eckart's" in line]
         assert "1.00 ×" in line
-        assert table.index("Eckart's int8") < table.index("same fine-tuning") < table.index("keep 0.33")
-    assert "control.accuracy" in results.claims()
-    assert charts.digest(charts.ship_numbers()) != charts._shown("ship-light.svg")
-    assert "same fine-tuning" in charts.svg("ship", "dark")
+        assert table.index("original, Eckart's int8") < table.index("fine-tuned like") < table.index("keep 0.33")
+    assert "fine-tuned like" in charts.svg("ship", "dark")
 
 
 @pytest.mark.parametrize("theme", charts.THEMES)
