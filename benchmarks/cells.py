@@ -5,6 +5,7 @@ from __future__ import annotations
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
+from tasks.multi_seed.seeds_table import unit_of
 from tasks.report.numbers import score
 from tasks.report.rounding import rounded
 
@@ -14,7 +15,7 @@ ORIGINAL = "original"
 def metric_title() -> str:
     """Return the name and unit of the study's metric, as the head of a column."""
     metric = METRICS[load_task().metric]
-    return metric.title + (", %" if metric.share else ", × 100" if metric.bounded else "")
+    return metric.title + unit_of(metric)
 
 
 def metric_cell(value: float) -> str:

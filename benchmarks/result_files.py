@@ -20,7 +20,6 @@ RESULTS = REPOSITORY / "docs/results"
 
 ORIGINAL, CONTROL = "dense model", "dense + recovery"
 """The original model and the control, as the CSV files call them."""
-OURS = ("kfac", "anchored")
 NAMES = {
     "dense": "original",
     CONTROL: "control",

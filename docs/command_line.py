@@ -34,9 +34,7 @@ def page() -> str:
     panels: dict[str, list[Any]] = {}
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        panel = command.rich_help_panel if isinstance(command.rich_help_panel, str) else "Commands"
-        if not command.hidden:
-            panels.setdefault(panel, []).append(command)
+        panels.setdefault(command.rich_help_panel, []).append(command)
     for panel, commands in panels.items():
         lines += ["", f"## {panel}", "", "| command | what it does |", "|---|---|"]
         lines += [
@@ -56,18 +54,9 @@ def _command(command: Any, context: typer.Context) -> Iterator[str]:
     """Yield the lines of a command's section: what `typer utils docs` writes, and its examples as code."""
     examples, command.epilog = command.epilog, None
     text = get_docs_for_click(obj=command, ctx=context, indent=2, call_prefix="eckart")
-    text = text.replace("\b\n", "").replace(_HELP, "").replace("**Options**:\n\n\n", "")
-    yield from text.strip().splitlines()
-    if examples:
-        title, *lines = examples.replace("\b\n", "").strip().splitlines()
-        yield from [
-            "",
-            f"**{title.strip(' :')}**:",
-            "",
-            "```bash",
-            *textwrap.dedent("\n".join(lines)).splitlines(),
-            "```",
-        ]
+    yield from text.replace(_HELP, "").replace("**Options**:\n\n\n", "").strip().splitlines()
+    title, *lines = examples.splitlines()
+    yield from ["", f"**{title.rstrip(':')}**:", "", "```bash", *textwrap.dedent("\n".join(lines)).splitlines(), "```"]
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def table(
     if as_json:
         _print_json({})
     elif not quiet:
-        _print_comparison(study_json.require(Path("reports/comparison.txt")))
+        _print_comparison(study_json.require(study_json.REPORTS["text"]))
     elif name := study_json.best():
         print(name)
     else:

@@ -15,7 +15,7 @@ from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.config import validation
 from tasks.report.choose_candidate import CHOICE, Chosen
 
-_REPORTS = {
+REPORTS = {
     "page": Path("reports/comparison.html"),
     "text": Path("reports/comparison.txt"),
     "table": Path("reports/comparison.csv"),
@@ -43,7 +43,7 @@ def best() -> str | None:
 
 def study_json() -> dict[str, Any]:
     """Return the results. A number that was not measured is None."""
-    rows = _rows(_REPORTS["table"])
+    rows = _rows(REPORTS["table"])
     control = next(row for row in rows if row["recipe"] == CONTROL_NAME)
     metric, chosen = METRICS[control["metric"]], _chosen()
     exported = {(row["model"], row["runtime"]): row for row in _rows(_RUNTIMES)}
@@ -58,7 +58,7 @@ def study_json() -> dict[str, Any]:
         "alternative": chosen.alternative,
         "candidates": [_candidate(row, exported) for row in rows if row is not control],
         "goals": _goals(),
-        "files": {name: str(path) for name, path in _REPORTS.items()},
+        "files": {name: str(path) for name, path in REPORTS.items()},
     }
 
 

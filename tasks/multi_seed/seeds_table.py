@@ -107,7 +107,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     A column without any value is left out.
     """
     metric = METRICS[rows.metric.iloc[0]]
-    unit, points = _unit(metric), ", points" if metric.bounded else ""
+    unit, points = unit_of(metric), ", points" if metric.bounded else ""
     titles = {"trivial": "trivial", "dense": "original", "factorized": "factorized", "recovered": "recovered"}
     groups = rows.groupby(CANDIDATE, sort=False)
     goodness = groups.recovered.mean().map(metric.goodness)
@@ -194,7 +194,8 @@ def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
     return f"{mean}{spread} ({' to '.join(others)})"
 
 
-def _unit(metric: Metric) -> str:
+def unit_of(metric: Metric) -> str:
+    """Return what follows the name of a metric in the head of a column."""
     return ", %" if metric.share else ", × 100" if metric.bounded else ""
 
 
@@ -279,7 +280,7 @@ def _trials(study: StudyFile) -> pd.DataFrame:
     trials["change"] = trials.change.map(_change_text)
     trials["validation"] = [_scores(pd.Series([value]), metric) for value in trials.validation]
     trials["chosen"] = trials.chosen.map({True: "*", False: ""})
-    return trials.set_axis(["recipe", "trial", f"validation{_unit(metric)}", ""], axis="columns")
+    return trials.set_axis(["recipe", "trial", f"validation{unit_of(metric)}", ""], axis="columns")
 
 
 def _markdown(table: pd.DataFrame) -> str:
