@@ -43,7 +43,8 @@ from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
-from eckart.calibration.statistics import StatisticKind, passes
+from eckart.calibration.robust_gradients import RobustGradients
+from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format, lstm
@@ -196,6 +197,8 @@ def compress(
     embeddings: bool = ...,
     tied: bool = ...,
     loss: Loss | None = ...,
+    clip: tuple[float, float] | None = ...,
+    edges: float = ...,
     seed: int = ...,
     check: bool = ...,
 ) -> Compressed: ...
@@ -213,6 +216,8 @@ def compress(
     embeddings: bool = ...,
     tied: bool = ...,
     loss: Loss | None = ...,
+    clip: tuple[float, float] | None = ...,
+    edges: float = ...,
     seed: int = ...,
     check: bool = ...,
 ) -> list[Compressed]: ...
@@ -231,6 +236,8 @@ def compress(
     embeddings: bool = False,
     tied: bool = False,
     loss: Loss | None = None,
+    clip: tuple[float, float] | None = None,
+    edges: float = 0.0,
     seed: int = 0,
     check: bool = True,
 ) -> Compressed | list[Compressed]:
@@ -266,6 +273,9 @@ def compress(
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
+        clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
+            (0.1, 10) for language models. None: no limits.
+        edges: share of an example's tokens at each end whose gradients do not count; LEMS: 0.125.
         seed: seed of rank searches that draw random numbers.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
@@ -281,6 +291,7 @@ def compress(
     _check_model(model)
     keeps = _keeps(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
+    robust = RobustGradients(clip, edges)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
@@ -289,7 +300,7 @@ def compress(
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
     gathering: defaultdict[str, float] = defaultdict(float)
     with _timed(gathering, "statistics"):
-        problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
+        problem = _calibrate(model, data, targets, valid_recipe, loss, seed, robust)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
@@ -352,7 +363,13 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 
 def _calibrate(
-    model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    targets: Targets,
+    recipe: Recipe,
+    loss: Loss | None,
+    seed: int,
+    robust: RobustGradients,
 ) -> SearchProblem:
     """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
@@ -367,6 +384,7 @@ def _calibrate(
         objective.loss,
         checked=batches,
         warn=messages.append,
+        robust=robust,
     )
     statistics = next(passed, {})
     for message in filter(None, messages):
@@ -379,6 +397,7 @@ def _calibrate(
         objective=objective,
         weighting=recipe.weighting,
         statistics=statistics,
+        robust=robust,
         train=_refuse_training,
         calibration=lambda count: list(
             islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
@@ -561,7 +580,7 @@ def _objective(
 
     Otherwise its loss only runs the model and is always 0.
     """
-    if loss is None and kinds - {"inputs"}:
+    if loss is None and kinds & {*OF_GRADIENTS}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
