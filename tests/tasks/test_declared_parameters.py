@@ -27,7 +27,8 @@ from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = {"anchor": 0.5, "ridge": 0.1}
-    monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"sequential": order}}))
+    changes = {"recipes": {"kfac": {"sequential": order}}, "importance": {"clip": [1.0, 1.0]}}
+    monkeypatch.chdir(tiny_workspace(tmp_path, **changes))
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize"):
@@ -36,12 +37,14 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     collate = kind_of(load_task()).collate(tokenizer, model)
     data = list(batches(encoded("calibration", tokenizer), collate, 8, "cpu"))
     recipe = tiny_params()["recipes"]["kfac"] | {"sequential": order}
-    small, report = eckart.compress(model, data, 0.5, recipe)
+    small, report = eckart.compress(model, data, 0.5, recipe, clip=(1, 1))
     expected, _ = load(FACTORIZED / "kfac-0.5", AutoModelForSequenceClassification)
     assert {name: target.rank for name, target in report.targets.items()} == load_decision("kfac-0.5").ranks
     own, theirs = small.state_dict(), expected.state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in own.items())
+    unclipped = eckart.compress(model, data, 0.5, recipe).report.predicted_loss
+    assert unclipped != pytest.approx(report.predicted_loss, rel=0.1, abs=0)
 
 
 @pytest.mark.parametrize(
