@@ -266,7 +266,7 @@ def compress(
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
-        seed: seed of rank searches that draw random numbers.
+        seed: seed of rank searches that draw random numbers, and of refinement.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
     Returns:
@@ -403,6 +403,7 @@ def _compress_in_place(
             in_order=recipe.sequential,
             batches=batches,
             progress=problem.progress,
+            seed=problem.seed,
         )
         if recipe.storage == "pivoted":
             pivot(model)
