@@ -91,7 +91,8 @@ class LayerwiseForward:
         own = module.forward
 
         def forward(*args: Tensor) -> Tensor:
-            _Forward.pause(name, args[0])
+            if running := _Forward.running():
+                running.pause(name, args[0])
             current = self._model.get_submodule(name)
             result: Tensor = own(*args) if current is module else current(*args)
             return result
@@ -107,11 +108,14 @@ class LayerwiseForward:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
-            if not _Forward.pause(block, (args, kwargs, hidden_states(output))):
-                return output
-            del output  # frees its memory
-            return own(*args, **kwargs)
+            output, running = own(*args, **kwargs), _Forward.running()
+            if running and running.dense:
+                running.pause(block, hidden_states(output))
+            elif running:
+                del output  # frees its memory
+                running.pause(block, (args, kwargs))
+                output = own(*args, **kwargs)
+            return output
 
         self._patch(block, module, forward)
 
@@ -157,8 +161,8 @@ class LayerwiseForward:
         calls = []
         for number, batch in enumerate(self._batches):
             with self._dense.back():
-                wanted = self._dense_forwards[number].advance_to(block, advice)[2]
-            args, kwargs, _ = self._forwards[number].advance_to(block, advice)
+                wanted = self._dense_forwards[number].advance_to(block, advice)
+            args, kwargs = self._forwards[number].advance_to(block, advice)
             calls.append(BlockCall(args, kwargs, wanted, batch))
         self._undo.pop(block)()
         return calls
@@ -200,17 +204,15 @@ class _Forward(greenlet):
         return pause[1]
 
     @staticmethod
-    def pause(name: str, told: Any) -> bool:
-        """Pause the current forward at the module `name`; do nothing outside of such a forward.
-
-        Returns:
-            Whether this was a forward of the compressed model.
-        """
+    def running() -> _Forward | None:
+        """Return the forward that runs now and has a caller to pause for."""
         current = getcurrent()
-        if not (isinstance(current, _Forward) and current.parent):
-            return False
-        current.parent.switch((name, told))
-        return not current.dense
+        return current if isinstance(current, _Forward) and current.parent else None
+
+    def pause(self, name: str, told: Any) -> None:
+        """Pause this forward, which is running, at the module `name`, and tell the caller something."""
+        assert self.parent
+        self.parent.switch((name, told))
 
 
 def _run(model: PreTrainedModel, batch: Batch) -> None:

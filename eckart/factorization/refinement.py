@@ -88,6 +88,9 @@ class BlockStore:
     def save(self, block: RefinedBlock, tensors: Mapping[str, Tensor]) -> None:
         """Save a block's result, and the values of all modules that changed since the block before."""
 
+    def remove(self) -> None:
+        """Remove what was saved, once the factorized model is stored."""
+
 
 NO_STORE = BlockStore()
 
