@@ -33,7 +33,7 @@ from eckart.model.targets import Target
 
 
 class BlockCall(NamedTuple):
-    """What a transformer layer reads for one batch, and what it should return.
+    """Arguments of a transformer layer for one batch, and the hidden states that it should return.
 
     Attributes:
         args, kwargs: arguments of the layer in the compressed model.
