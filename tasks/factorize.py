@@ -19,7 +19,7 @@ from eckart.residual import Residual
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, load_decision, source_model
 from tasks.artifacts.task_spec import SPLITS, load_task
-from tasks.config.schema import Count, Model, Seed, section
+from tasks.config.schema import Count, Labels, Model, Seed, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
@@ -51,6 +51,7 @@ def factorize(recipe: str, keep: str) -> None:
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
     kind, size, seed = kind_of(load_task()), section("importance.batch_size", Count), section("seed", Seed)
+    labels = section("importance.labels", Labels)
     calibration: Iterable[Batch] = ()
     device_map = section("model", Model).device_map if parts.sequential else None
     source = source_model(name, DENSE[parts.source])
@@ -61,7 +62,13 @@ def factorize(recipe: str, keep: str) -> None:
         calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
     if parts.sequential and parts.sequential.refine:
         inputs = (source, IMPORTANCE, RANKS / name, SPLITS / "calibration.parquet", SPLITS / "task.json")
-        settings = {**parts.model_dump(mode="json"), "size": size, "seed": seed, "device_map": device_map}
+        settings = {
+            **parts.model_dump(mode="json"),
+            "size": size,
+            "labels": labels,
+            "seed": seed,
+            "device_map": device_map,
+        }
         store = RefinedBlocks(name, inputs, settings)
     with explained():
         refined = factorize_model(
@@ -75,6 +82,7 @@ def factorize(recipe: str, keep: str) -> None:
             residual=parts.residual is not None,
             seed=seed,
             store=store,
+            loss=kind.objective(labels).calibration_loss,
         )
     with output(FACTORIZED / name) as folder:
         save(model, tokenizer, folder)

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
@@ -43,6 +43,7 @@ from eckart.factorization.refinement import (
     RefinedBlock,
     Step,
     changed,
+    gradient_moments,
     refine,
     restore,
     split,
@@ -84,6 +85,7 @@ def factorize_model(
     progress: Progress = silent,
     seed: int = 0,
     store: BlockStore = NO_STORE,
+    loss: Loss = mean_loss_times_batch,
 ) -> list[RefinedBlock]:
     """Factorize all targets as a recipe asks for: with `factorize_in_order` if `in_order` is given, else at once.
 
@@ -94,13 +96,14 @@ def factorize_model(
         progress: shows how far the factorization has come.
         seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
+        loss: loss for a refinement that weighs errors by gradients.
 
     Returns:
         The refined blocks in order of execution; none if the recipe asks for no refinement.
     """
     if in_order:
         return factorize_in_order(
-            model, targets, ranks, weighting, statistics, batches, in_order, progress, seed=seed, store=store
+            model, targets, ranks, weighting, statistics, batches, in_order, progress, seed=seed, store=store, loss=loss
         )
     shown = progress(targets, "Factorization", "target")
     factorize_at_once(model, shown, ranks, weighting, statistics, residual)
@@ -163,6 +166,7 @@ def factorize_in_order(
     *,
     seed: int = 0,
     store: BlockStore = NO_STORE,
+    loss: Loss = mean_loss_times_batch,
 ) -> list[RefinedBlock]:
     """Factorize targets in order of execution, each with statistics of the inputs that it gets after the earlier ones.
 
@@ -181,6 +185,7 @@ def factorize_in_order(
             refinement, blocks.
         seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
+        loss: loss for a refinement that weighs errors by gradients.
 
     Returns:
         The refined blocks in order of execution.
@@ -190,21 +195,25 @@ def factorize_in_order(
             too few batches for refinement.
     """
     first = [target for target in targets if target.repeated or len({layer.input_of for layer in target.layers}) > 1]
-    dense = DenseModules(model) if order.anchor or order.refine else None
-    saved = store.load()
-    if dense:
-        dense.keep_blocks(block.name for block, _ in saved)
-        dense.keep(first)
-    factorize_at_once(model, first, ranks, weighting, statistics)
     groups = _by_input(
         target
         for target in targets
         if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
     )
+    dense = DenseModules(model) if order.anchor or order.refine else None
     plan: list[Step] = [*groups]
-    if order.refine and dense:
-        batches = split(batches, order.refine.batch_size)
-        plan = restore(model, dense, steps(model, targets, groups), ranks, [tensors for _, tensors in saved])
+    saved, moments = store.load(), dict[str, Tensor]()
+    if order.refine:
+        plan, batches = steps(model, targets, groups), split(batches, order.refine.batch_size)
+        if order.refine.error == "gradients":
+            names = [step.name for step in plan if isinstance(step, Block)]
+            moments = gradient_moments(model, names, batches, loss)
+    if dense:
+        dense.keep_blocks(block.name for block, _ in saved)
+        dense.keep(first)
+    factorize_at_once(model, first, ranks, weighting, statistics)
+    if dense:
+        plan = restore(model, dense, plan, ranks, [tensors for _, tensors in saved])
     refined = [block for block, _ in saved]
     remaining = [step for step in plan if not isinstance(step, Block)]
     blocks = [step.name for step in plan if isinstance(step, Block)]
@@ -213,7 +222,9 @@ def factorize_in_order(
         for step in progress(plan, "Factorization in order", "step"):
             if isinstance(step, Block):
                 assert order.refine
-                refined.append(refine(model, step, forward.end_block(step.name), order.refine, seed))
+                calls, moment = forward.end_block(step.name), moments.get(step.name)
+                refined.append(refine(model, step, calls, order.refine, seed, moment))
+                del calls  # frees their memory
                 store.save(refined[-1], changed(model, step, since))
                 since = []
                 continue

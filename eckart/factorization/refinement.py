@@ -14,6 +14,9 @@ Source: AA-SVD (arXiv 2604.02119), block-level local refinement. From its offici
 Departs from the paper: some batches are held out of the training. The block keeps the parameters of the pass with the
 smallest error on them, or stays as it was, so that the held-out error never rises. The error is in units of the wanted
 outputs, Σ ‖f − f*‖² ÷ Σ ‖f*‖². A block starts from anchored factors (eckart/factorization/error_compensation.py).
+Two other errors can be chosen (ours). In language models a few tokens have outputs a thousand times as large as all
+others, which the next block normalizes. So ``relative`` divides each token's ‖f − f*‖² by its ‖f*‖². And ``gradients``
+weighs each output's error by the mean square g² of the loss's gradient by this output, Σ gᵢ² (f − f*)ᵢ².
 
 In memory are the training of one block and its inputs and outputs in both models, for all calibration tokens. The
 training computes in the model's dtype, from a copy of the parameters in float32 or better.
@@ -28,8 +31,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import ceil, cos, pi
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,15 +42,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, batch_size
+from eckart.calibration.losses import Batch, Loss, batch_size
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, replace
+from eckart.model.module_context import frozen
 from eckart.model.targets import Product, Target
 from eckart.ranks.budget import Ranks
 
 WARMUP, LAST_RATE, WEIGHT_DECAY, LARGEST_NORM = 0.1, 0.1, 0.01, 1.0
 """AA-SVD's: share of the steps in which the rate rises, last rate ÷ peak rate, decay, and norm of clipped gradients."""
+
+
+ErrorKind = Literal["squared", "relative", "gradients"]
 
 
 class Refine(BaseModel):
@@ -56,6 +65,11 @@ class Refine(BaseModel):
     passes: int = Field(5, ge=1, description="passes over the calibration examples for each block; AA-SVD takes 25")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
     batch_size: int = Field(8, ge=1, description="examples in each step")
+    error: ErrorKind = Field(
+        "squared",
+        description="error of a block's outputs. squared: as in AA-SVD; relative: each token's in units of its own "
+        "square; gradients: each output's weighted by the mean square of the loss's gradient by it",
+    )
     held_out: float = Field(
         0.125, gt=0, lt=1, description="share of the examples that choose the pass whose parameters a block keeps"
     )
@@ -66,7 +80,7 @@ class RefinedBlock(BaseModel):
 
     Attributes:
         name: name of the block.
-        before, after: error on held-out examples, Σ ‖f − f*‖² ÷ Σ ‖f*‖².
+        before, after: error on held-out examples ÷ the error of outputs that are all zero.
         passes: number of passes after which the block was best; 0 if it stayed as it was.
     """
 
@@ -169,15 +183,21 @@ def split(batches: Iterable[Batch], size: int) -> list[Batch]:
 
 
 def refine(
-    model: PreTrainedModel, block: Block, calls: Sequence[BlockCall], settings: Refine, seed: int
+    model: PreTrainedModel,
+    block: Block,
+    calls: Sequence[BlockCall],
+    settings: Refine,
+    seed: int,
+    moment: Tensor | None = None,
 ) -> RefinedBlock:
     """Train the parameters of `block` of `model` on `calls`, and return its held-out errors.
 
     Args:
         calls: the block's calls for at least two batches, some of which are held out.
         seed: seed of the order of examples.
+        moment: mean squares `(out,)` of the loss's gradient by the block's outputs, for the error `gradients`.
     """
-    parts = [_Part(call, block.mask) for call in calls]
+    parts = [_Part(call, block.mask, settings.error == "relative", moment) for call in calls]
     held = _held_out(len(parts), settings.held_out)
     tested = [parts[place] for place in held]
     learned = [part for place, part in enumerate(parts) if place not in held]
@@ -200,9 +220,9 @@ def refine(
 
 
 class _Part:
-    """A call of the block, with its number of tokens and the sum of squares of its wanted outputs."""
+    """A call of the block, with its number of tokens and the error of outputs that are all zero."""
 
-    def __init__(self, call: BlockCall, mask: str | None) -> None:
+    def __init__(self, call: BlockCall, mask: str | None, relative: bool, moment: Tensor | None) -> None:
         self.call = call
         shape = call.wanted.shape[:-1]
         given = None if mask is None else call.batch.get(mask)
@@ -212,12 +232,22 @@ class _Part:
             self.padding = (given == 0).view(*shape, 1).to(call.wanted.device)
         self.tokens = shape.numel() if self.padding is None else int((~self.padding).sum())
         self.examples = batch_size(call.batch)
-        self.energy = float(self.squares(call.wanted))
+        self.weights = moment
+        if relative:
+            squares = _precise(call.wanted).square().sum(-1, keepdim=True)
+            self.weights = 1 / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+        self.energy = float(self.error(torch.zeros_like(call.wanted)))
 
-    def squares(self, values: Tensor) -> Tensor:
-        """Return the sum of squares of `values` `(batch, tokens, out)` over all tokens that are no padding."""
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return (values if self.padding is None else values.masked_fill(self.padding, 0)).square().sum()
+    def error(self, outputs: Tensor) -> Tensor:
+        """Return the error of outputs `(batch, tokens, out)`, a sum over all tokens that are no padding."""
+        difference = _precise(outputs) - _precise(self.call.wanted)
+        if self.padding is not None:
+            difference = difference.masked_fill(self.padding, 0)
+        return (difference.square() if self.weights is None else difference.square() * self.weights).sum()
+
+
+def _precise(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Training:
@@ -243,10 +273,10 @@ class _Training:
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
 
     def missed(self, part: _Part) -> Tensor:
-        """Return the squared error ‖f − f*‖² of the block on a call."""
+        """Return the error of the block on a call."""
         parameters = {name: values.to(self.stored[name].dtype) for name, values in self.trained.items()}
         outputs = functional_call(self.block, parameters, part.call.args, part.call.kwargs)
-        return part.squares(hidden_states(outputs) - part.call.wanted)
+        return part.error(hidden_states(outputs))
 
     @torch.no_grad()
     def error(self, parts: Sequence[_Part]) -> float:
@@ -309,6 +339,52 @@ def _rate(step: int, total: int) -> float:
     if step <= rising:
         return step / rising
     return LAST_RATE + (1 - LAST_RATE) * (1 + cos(pi * (step - rising) / (total - rising))) / 2
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradient_moments(
+    model: PreTrainedModel, blocks: Iterable[str], batches: Iterable[Batch], loss: Loss
+) -> dict[str, Tensor]:
+    """Return the mean squares `(out,)` of the loss's gradient by the outputs of each block, in units of their mean.
+
+    They are gathered in one pass over the calibration data.
+
+    Args:
+        model: the original model.
+        loss: loss for the gradients; if it returns several losses, their squares are summed.
+
+    Raises:
+        ValueError: a block has no gradient.
+    """
+    sums: dict[str, Tensor] = {}
+
+    def after(name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        hidden = hidden_states(output)
+        if not hidden.requires_grad:  # parameters are frozen, so the graph starts at the first block
+            hidden = hidden.detach().requires_grad_().clone()
+        hidden.register_hook(partial(add, name))
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    def add(name: str, gradient: Tensor) -> None:
+        squares = _precise(gradient).square().flatten(0, -2).sum(0)
+        sums[name] = sums[name] + squares if name in sums else squares
+
+    names = list(blocks)
+    hooks = [model.get_submodule(name).register_forward_hook(partial(after, name)) for name in names]
+    try:
+        with frozen(model), torch.enable_grad():
+            for batch in batches:
+                losses = loss(model, batch).reshape(-1).unbind()
+                for number, scalar in enumerate(losses, 1):
+                    scalar.backward(retain_graph=number < len(losses))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if idle := [name for name in names if name not in sums or not sums[name].any()]:
+        raise ValueError(f"{idle[0]}: the loss has no gradient by its outputs: write refine.error: relative")
+    return {name: values / values.mean() for name, values in sums.items()}
 
 
 # --- going on after a kill -------------------------------------------------------------------------------------------

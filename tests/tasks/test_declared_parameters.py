@@ -35,7 +35,7 @@ class Killed(Exception):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the stage factorize is killed after its first refined block."""
-    order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "batch_size": 4, "learning_rate": 1e-3}}
+    order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "learning_rate": 1e-3, "error": "gradients"}}
     monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"sequential": order}}))
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
@@ -56,6 +56,8 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     small, report = eckart.compress(model, data, 0.5, recipe)
     expected, _ = load(FACTORIZED / "kfac-0.5", AutoModelForSequenceClassification)
     assert {name: target.rank for name, target in report.targets.items()} == load_decision("kfac-0.5").ranks
+    assert report.refined == {block["name"]: (block["before"], block["after"]) for block in blocks}
+    assert "held-out error" in str(report)
     own, theirs = small.state_dict(), expected.state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in own.items())

@@ -14,7 +14,7 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.factorize import InOrder, factorize_in_order
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
-from eckart.factorization.refinement import Block, BlockStore, Refine, RefinedBlock, refine
+from eckart.factorization.refinement import Block, BlockStore, Refine, RefinedBlock, gradient_moments, refine
 from eckart.factorization.weightings import Inputs, Kfac
 from eckart.model.attention_products import find_products
 from eckart.model.layers import factorized
@@ -56,6 +56,7 @@ def refined(
     batches: Sequence[Batch],
     ranks: Ranks | None = None,
     settings: Refine | None = SETTINGS,
+    *,
     anchor: float = 0.5,
     store: BlockStore | None = None,
     statistics: Statistics | None = None,
@@ -134,6 +135,43 @@ def test_a_linear_block_learns_the_least_squares_solution():
     least = float((flat @ best - outputs).square().sum() / outputs.square().sum())
     assert result.after == pytest.approx(least, rel=1e-3)
     torch.testing.assert_close(model[0][0].weight.data, best.T, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_moments_of_gradients_are_those_of_single_examples(family):
+    """Padded batches against one example at a time."""
+    model, _, batches, loss = case(family)
+    block = "encoder.block.1" if family == "t5" else "bert.encoder.layer.1"
+    (moment,) = gradient_moments(model, [block], batches, loss).values()
+    gradients: list[Tensor] = []
+    for example in double(tiny.unpadded(tiny.ARCHITECTURES[family].kind)):
+        seen: list[Tensor] = []
+        module = model.get_submodule(block)
+        hook = module.register_forward_hook(lambda _, __, output, seen=seen: seen.append(hidden_states(output)))
+        value = loss(model, tiny.padded([example]))
+        hook.remove()
+        gradients += torch.autograd.grad(value, seen[0])
+    expected = sum(gradient.square().sum((0, 1)) for gradient in gradients)
+    torch.testing.assert_close(moment, expected / expected.mean(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["relative", "gradients"])
+def test_other_errors_weigh_tokens_and_outputs(kind):
+    """A token whose outputs are a thousand times as large counts as others; an output without gradient counts 0."""
+    outputs, noise = draw(6, (2, 5, 3), (2, 5, 3))
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3, bias=False).double()))
+    model[0][0].weight.data = torch.eye(3, dtype=torch.float64)
+    sizes = torch.tensor([1000.0, 1, 1, 1, 1]).double()[:, None]
+    wanted, moment = outputs * sizes, torch.tensor([4.0, 1.0, 0.0]).double()
+    read = wanted + noise * sizes
+    calls = [BlockCall((read,), {}, wanted, {"x": read})] * 2
+    settings = Refine(passes=1, learning_rate=1e-9, held_out=0.5, error=kind)
+    result = refine(model, Block("0", None), calls, settings, 0, moment if kind == "gradients" else None)
+    lost, whole = (read - wanted).square(), wanted.square()
+    expected = (lost.sum(-1) / whole.sum(-1)).mean()
+    if kind == "gradients":
+        expected = (lost * moment).sum() / (whole * moment).sum()
+    assert result.before == pytest.approx(float(expected))
 
 
 def test_factors_of_full_rank_and_unchanged_blocks_stay():
