@@ -65,9 +65,16 @@ class DenseModules:
         self.modules: dict[str, nn.Module] = {}
 
     def keep(self, targets: Iterable[Target]) -> None:
-        """Store the modules that `targets` have now, before they are replaced."""
-        for target in targets:
-            self.modules |= {layer.name: self.model.get_submodule(layer.name) for layer in target.layers}
+        """Store the modules that `targets` have now, before they are replaced, unless a stored block has them."""
+        for layer in (layer for target in targets for layer in target.layers):
+            if not any(layer.name.startswith(f"{block}.") for block in self.modules):
+                self.modules[layer.name] = self.model.get_submodule(layer.name)
+
+    def keep_blocks(self, names: Iterable[str]) -> None:
+        """Store the modules `names` with all that they contain, and put copies in their place."""
+        for name in names:
+            self.modules[name] = self.model.get_submodule(name)
+            replace(self.model, name, deepcopy(self.modules[name]))
 
     @contextmanager
     def back(self) -> Iterator[None]:
