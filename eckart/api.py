@@ -284,6 +284,8 @@ def compress(
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
+    if tied and not valid_recipe.ranks.pairs:
+        raise ValueError(f"ranks {valid_recipe.ranks.kind} cannot compress an embedding with its head: leave out tied")
     if isinstance(valid_recipe.ranks, ByFormula):  # before the minutes that the statistics take
         for share in keeps:
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)

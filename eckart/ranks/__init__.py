@@ -12,9 +12,10 @@ from eckart.ranks.threshold import Threshold
 from eckart.ranks.tolerance import Tolerance
 from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill
+from eckart.ranks.zero_sum import ZeroSum
 
 RankSearch = Annotated[
-    Uniform | Waterfill | Hypernetwork | Tolerance | Threshold | Borrowed,
+    Uniform | Waterfill | Hypernetwork | Tolerance | Threshold | ZeroSum | Borrowed,
     Field(discriminator="kind"),
 ]
 
