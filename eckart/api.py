@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast, overload
@@ -382,10 +381,20 @@ def _calibrate(
         weighting=recipe.weighting,
         statistics=statistics,
         train=_refuse_training,
-        calibration=lambda count: list(
-            islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
-        ),
+        calibration=lambda examples, skip=0: list(_examples(batches, examples, skip)),
+        in_order=recipe.sequential,
     )
+
+
+def _examples(batches: Sequence[Batch], count: int | None, skip: int) -> Iterator[Batch]:
+    """Yield `count` examples of `batches` after the first `skip`, or all if `count` is None, in batches."""
+    start = 0
+    for batch in batches:
+        rows = range(batch_size(batch))[max(skip - start, 0) :][: None if count is None else count]
+        if rows:
+            yield {name: values[rows.start : rows.stop] for name, values in batch.items()}
+        count = None if count is None else count - len(rows)
+        start += batch_size(batch)
 
 
 def _compress_in_place(

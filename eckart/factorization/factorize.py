@@ -24,6 +24,7 @@ anchor above 0, a target approximates the original model's outputs (eckart/facto
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -38,7 +39,9 @@ from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.targets import Product, Target, Tied, weight_of
 from eckart.progress import Progress, silent
-from eckart.ranks.budget import Ranks
+
+if TYPE_CHECKING:  # a rank search factorizes, too
+    from eckart.ranks.budget import Ranks
 
 
 class InOrder(BaseModel):
