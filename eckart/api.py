@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast, overload
@@ -306,6 +305,8 @@ def compress(
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
+    if tied and not valid_recipe.ranks.pairs:
+        raise ValueError(f"ranks {valid_recipe.ranks.kind} cannot compress an embedding with its head: leave out tied")
     if isinstance(valid_recipe.ranks, ByFormula):  # before the minutes that the statistics take
         for share in keeps:
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
@@ -411,10 +412,20 @@ def _calibrate(
         statistics=statistics,
         robust=robust,
         train=_refuse_training,
-        calibration=lambda count: list(
-            islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
-        ),
+        calibration=lambda examples, skip=0: list(_examples(batches, examples, skip)),
+        in_order=recipe.sequential,
     )
+
+
+def _examples(batches: Sequence[Batch], count: int | None, skip: int) -> Iterator[Batch]:
+    """Yield `count` examples of `batches` after the first `skip`, or all if `count` is None, in batches."""
+    start = 0
+    for batch in batches:
+        rows = range(batch_size(batch))[max(skip - start, 0) :][: None if count is None else count]
+        if rows:
+            yield {name: values[rows.start : rows.stop] for name, values in batch.items()}
+        count = None if count is None else count - len(rows)
+        start += batch_size(batch)
 
 
 def _compress_in_place(

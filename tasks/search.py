@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, set_seed
 from eckart.calibration.losses import Batch, Loss
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.statistics import load_statistics, save_statistics
+from eckart.factorization.factorize import InOrder
 from eckart.factorization.weightings import Weighting
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
-from eckart.ranks.search import ChosenRanks, Shaped, search_ranks
+from eckart.ranks.search import ChosenRanks, search_ranks
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
@@ -49,6 +50,7 @@ class SearchParts(BaseModel):
     ranks: RankSearch
     residual: Residual | None
     storage: Storage
+    sequential: InOrder | None
 
 
 def search(recipe: str, keep: str) -> None:
@@ -80,13 +82,14 @@ def search(recipe: str, keep: str) -> None:
         robust=RobustGradients(section("importance.clip", Clip), section("importance.edges", Edges)),
         train=data.train,
         calibration=data.calibration,
+        in_order=parts.sequential,
     )
     with explained(), output(RANKS / name) as folder:
         chosen = search_ranks(
             problem, parts.ranks, shaping=parts.shaping, residual=parts.residual, storage=parts.storage
         )
         decision = _decision(chosen, float(keep), data.steps)
-        _report(decision, chosen.shaped)
+        _report(decision, chosen)
         (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
         if chosen.shaped:
             save_statistics(chosen.shaped.scores, folder / SCORES)
@@ -136,11 +139,11 @@ class _Data:
         )
         self.model.cpu()
 
-    def calibration(self, examples: int) -> Sequence[Batch]:
-        """Move the model to the accelerator; return the first `examples` calibration examples there, in batches."""
+    def calibration(self, examples: int | None, skip: int = 0) -> Sequence[Batch]:
+        """Move the model to the accelerator; return calibration examples there, in batches (see Calibration)."""
         data = self.encoded("calibration")
-        data = data.select(range(min(examples, len(data))))
-        return list(batches(data, self.collate, self.batch_size, place(self.model)))
+        rows = range(len(data))[skip : None if examples is None else skip + examples]
+        return list(batches(data.select(rows), self.collate, self.batch_size, place(self.model)))
 
 
 def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
@@ -157,8 +160,10 @@ def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
     )
 
 
-def _report(decision: Decision, shaped: Shaped | None) -> None:
-    if shaped:
+def _report(decision: Decision, chosen: ChosenRanks) -> None:
+    if chosen.remark:
+        say(chosen.remark)
+    if shaped := chosen.shaped:
         say(
             f"{shaped.share_left:.0%} of the weights are left, of rank {shaped.average_rank:.1f} on average; "
             f"{shaped.empty_rows} rows are empty"

@@ -23,8 +23,10 @@ from eckart.calibration.losses import (
     Batch,
     Loss,
     Objective,
+    Predictions,
     batch_size,
     causal_loss,
+    labelled_logits,
     mean_loss_times_batch,
     predictions_of,
     row_of,
@@ -65,7 +67,8 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             )
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples)
-    predictions = span_logits if loss is span_loss else predictions_of(model.config.problem_type)
+    heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labelled_logits, causal_loss: labelled_logits}
+    predictions = heads.get(loss) or predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
 
 

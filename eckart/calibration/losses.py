@@ -61,6 +61,12 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
     return logits
 
 
+def labelled_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Return the logits of a token head at those tokens of a batch that have a label, `(labelled tokens, classes)`."""
+    logits: Tensor = outputs["logits"]
+    return logits[batch["labels"] != IGNORED]
+
+
 def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     """Return the predictions of a multi-label head, which gives each label the probability σ(z) for its logit z.
 

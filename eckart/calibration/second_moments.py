@@ -1,4 +1,4 @@
-"""Sums of squared gradients and Gram matrices of a batch, computed fast and in little memory.
+"""Sums of gradients and of squared gradients, and Gram matrices of a batch, computed fast and in little memory.
 
 Notation as in eckart/calibration/statistics.py: X_n `(tokens, in)` and Δ_n `(tokens, out)` are the inputs and output
 gradients of example n, and G_n = Δ_nᵀ X_n `(out, in)` is its gradient by the weight W.
@@ -44,6 +44,21 @@ def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]
         squares.mul_(weight.to(x.dtype).square())  # W² is the same for all examples
         sums["taylor"] = squares.sum(0), squares.sum(1)
     return sums
+
+
+def gradient_sum(x: Tensor, delta: Tensor, columns: int, ids: bool) -> Tensor:
+    """Return the sum of the gradients of a batch's examples, Σ_n G_n `(out, in)`.
+
+    Args:
+        x: inputs `(batch, tokens, in)`, or ids `(batch, tokens, 1)`.
+        delta: output gradients `(batch, tokens, out)`, zero at padding tokens.
+        columns: in.
+        ids: whether x are ids, which stand for one-hot rows.
+    """
+    rows = delta.flatten(0, 1)
+    if ids:
+        return rows.new_zeros(rows.shape[1], columns).index_add_(1, x.flatten(), rows.T)
+    return rows.T @ x.flatten(0, 1)
 
 
 def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:

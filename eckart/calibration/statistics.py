@@ -8,9 +8,10 @@ loss by the target's outputs. Then the gradient by its weight W is G_n = Δ_nᵀ
     output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor; may be made robust, as in LEMS)
     fisher            I     = (1/N) Σ G_n ⊙ G_n              (FWSVD: empirical Fisher, summed over one axis)
     taylor            T     = (1/N) Σ (G_n ⊙ W) ⊙ (G_n ⊙ W)  (IWSVD: Molchanov et al. 2019, summed over one axis)
+    gradients         G     = (1/N) Σ G_n                    (ZS-SVD: the mean gradient)
 
-Each example's gradient is squared: the square of a batch's mean gradient is another, smaller number. If a target runs
-several times for a batch, the tokens of all calls count as its tokens.
+For fisher and taylor, each example's gradient is squared: the square of a batch's mean gradient is another, smaller
+number. If a target runs several times for a batch, the tokens of all calls count as its tokens.
 
 While a model is factorized layer by layer (eckart/factorization/layerwise_forward.py), a target's inputs are X_n in
 the original model and X̂_n in the partly factorized model. Error compensation
@@ -39,14 +40,14 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
-from eckart.calibration.second_moments import add_gram, lookup_counts, lookup_sums, mirror, square_sums
+from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
 from eckart.model.module_context import frozen
 from eckart.model.probing import is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
 
-StatisticKind = Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor"]
+StatisticKind = Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor", "gradients"]
 STATISTIC_KINDS: tuple[StatisticKind, ...] = get_args(StatisticKind)
-OF_GRADIENTS: tuple[StatisticKind, ...] = ("output_gradients", "fisher", "taylor")
+OF_GRADIENTS: tuple[StatisticKind, ...] = ("output_gradients", "fisher", "taylor", "gradients")
 Axis = Literal["input", "output"]
 Statistics = Mapping[str, Mapping[str, Tensor]]
 """Calibration statistics: kind → key → tensor.
@@ -61,6 +62,7 @@ Each line shows a kind with its keys, shapes and meaning::
     output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: the diagonal alone
     fisher, taylor    Target.name + ".input"     (in,)       summed over outputs
                       Target.name + ".output"    (out,)      summed over inputs
+    gradients         Target.name                (out, in)   as large as the weight, so it is gathered on request only
     movement          Target.name + ".output"    (out,)      from shaping (eckart/shaping/), not from this pass
 """
 
@@ -188,6 +190,7 @@ class Collector:
         self.kinds = kinds
         self.robust = robust
         self.squares = kinds & {"fisher", "taylor"}
+        self.by_weight = kinds & {"fisher", "taylor", "gradients"}
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
         """Target → its calls for this batch: inputs and output gradients of each, or None if they are not kept."""
@@ -255,7 +258,7 @@ class Collector:
             return output
         if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
             output = output.detach().requires_grad_().clone()
-        output.register_hook(partial(self._backward, target, call, x if self.squares else None, mask))
+        output.register_hook(partial(self._backward, target, call, x if self.by_weight else None, mask))
         return output
 
     def _backward(self, target: Target, call: int, x: Tensor | None, mask: Tensor | None, gradient: Tensor) -> None:
@@ -271,7 +274,7 @@ class Collector:
         if target.repeated:
             self.calls[target][call] = x, delta
         else:
-            self._add_squares(target, x, delta)
+            self._add_by_weight(target, x, delta)
 
     def _count_call(self, target: Target) -> int:
         """Count a call of `target` and return the call's number in this batch, from 0."""
@@ -282,14 +285,18 @@ class Collector:
         return len(calls) - 1
 
     def join_calls(self) -> None:
-        """Add the squared gradients of targets that ran several times, after the backward pass through all calls."""
+        """Add the gradients by weights of targets that ran several times, after the backward pass through all calls."""
         for target, calls in self.calls.items():
             if pairs := [pair for pair in calls if pair is not None]:
-                self._add_squares(target, *(torch.cat(parts, 1) for parts in zip(*pairs, strict=True)))
+                self._add_by_weight(target, *(torch.cat(parts, 1) for parts in zip(*pairs, strict=True)))
             self.calls[target] = [None] * len(calls)
 
-    def _add_squares(self, target: Target, x: Tensor, delta: Tensor) -> None:
+    def _add_by_weight(self, target: Target, x: Tensor, delta: Tensor) -> None:
         module = self.modules[target]
+        if "gradients" in self.kinds:
+            self._add("gradients", target.name, gradient_sum(x, delta, target.in_features, is_embedding(module)))
+        if not self.squares:
+            return
         sums = (lookup_sums if is_embedding(module) else square_sums)(x, delta, weight_of(module), self.squares)
         for kind, (by_input, by_output) in sums.items():
             self._add(kind, f"{target.name}.input", by_input)
@@ -392,6 +399,9 @@ class Collector:
             if "output_gradients" in self.kinds:
                 sides = 1 if target.of_vocabulary else 2
                 self.sums["output_gradients"].setdefault(target.name, empty.new_zeros([target.out_features] * sides))
+            if "gradients" in self.kinds:
+                shape = target.out_features, target.in_features
+                self.sums["gradients"].setdefault(target.name, empty.new_zeros(shape))
             for kind in self.squares:
                 self.sums[kind].setdefault(f"{target.name}.input", empty.new_zeros(target.in_features))
                 self.sums[kind].setdefault(f"{target.name}.output", empty.new_zeros(target.out_features))
@@ -418,6 +428,12 @@ class Pass:
     then: Target | None
 
 
+def layer_of(target: Target) -> str:
+    """Return the target's name up to its first number, such as `model.layers.3`; "" if it has none."""
+    numbered = re.match(r"(.*?\.)?\d+(?![^.])", target.name)
+    return numbered[0] if numbered else ""
+
+
 def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
     """Divide targets into passes over a few transformer layers each, as statistics of all layers may not fit in memory.
 
@@ -434,9 +450,9 @@ def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
     by_layer: dict[str, list[Target]] = {}
     last_numbered = ""
     for target in targets:
-        numbered = re.match(r"(.*?\.)?\d+(?![^.])", target.name)  # the name up to its first number
-        last_numbered = numbered[0] if numbered else last_numbered
-        by_layer.setdefault(last_numbered if numbered else f"after {last_numbered}", []).append(target)
+        layer = layer_of(target)
+        last_numbered = layer or last_numbered
+        by_layer.setdefault(layer or f"after {last_numbered}", []).append(target)
     layers, step = list(by_layer.values()), layers_at_once
     groups = [list(chain.from_iterable(layers[start : start + step])) for start in range(0, len(layers), step)]
     following = [group[0] for group in groups[1:]]

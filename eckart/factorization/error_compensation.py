@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.weightings import exact_dtype
-from eckart.model.layers import present, replace, set_weight
+from eckart.model.layers import present, replace, replaced, set_weight
 from eckart.model.targets import Target, weight_of
 
 
@@ -79,16 +79,8 @@ class DenseModules:
     @contextmanager
     def back(self) -> Iterator[None]:
         """Put the stored modules back while the context lasts, so that the model computes like the original one."""
-        current = {name: self.model.get_submodule(name) for name in self.modules}
-        try:
-            self._put(self.modules)
+        with replaced(self.model, self.modules):
             yield
-        finally:
-            self._put(current)
-
-    def _put(self, modules: dict[str, nn.Module]) -> None:
-        for name, module in modules.items():
-            replace(self.model, name, module)
 
 
 def anchor_targets(

@@ -25,6 +25,7 @@ refinement, each transformer layer is trained after its targets are factorized (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -53,7 +54,9 @@ from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.targets import Product, Target, Tied, weight_of
 from eckart.progress import Progress, silent
-from eckart.ranks.budget import Ranks
+
+if TYPE_CHECKING:  # a rank search factorizes, too
+    from eckart.ranks.budget import Ranks
 
 
 class InOrder(BaseModel):

@@ -5,16 +5,17 @@ The pipeline compares the result with the losses that a rank search predicts, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Objective, logits_error
-from eckart.model.layers import replace
+from eckart.model.layers import replaced
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Target
+from eckart.progress import Progress, silent
 
 
 @torch.no_grad()
@@ -39,24 +40,45 @@ def losses_alone(
         Name of the target → distance.
     """
 
-    def predict() -> list[Tensor]:
-        return [objective.predictions(dense(**batch), batch) for batch in batches]
-
-    with eval_mode(dense):
-        expected = predict()
-        losses: dict[str, float] = {}
-        for target in targets:
-            modules = {layer.name: dense.get_submodule(layer.name) for layer in target.layers}
-            for name in modules:
-                replace(dense, name, small.get_submodule(name))
-            losses[target.name] = _distance(predict(), expected, objective.classes)
-            for name, module in modules.items():
-                replace(dense, name, module)
-        return losses
+    factorized = {
+        target.name: {layer.name: small.get_submodule(layer.name) for layer in target.layers} for target in targets
+    }
+    return losses_of_replacements(dense, factorized, batches, objective)
 
 
-def _distance(predictions: Sequence[Tensor], expected: Sequence[Tensor], classes: bool) -> float:
-    """Return the mean KL divergence (for classes) or squared error over the predictions of all batches."""
-    temperature = 1.0 if classes else None
-    sums = [len(a) * float(logits_error(a, b, temperature)) for a, b in zip(predictions, expected, strict=True)]
-    return sum(sums) / sum(map(len, expected))
+@torch.no_grad()
+def losses_of_replacements(
+    model: PreTrainedModel,
+    replacements: Mapping[str, Mapping[str, nn.Module]],
+    batches: Sequence[Batch],
+    objective: Objective,
+    progress: Progress = silent,
+) -> dict[str, float]:
+    """Measure how far the predictions of `model` move by each of several replacements of modules.
+
+    In memory are the predictions of one batch with and without a replacement.
+
+    Args:
+        model: restored afterwards.
+        replacements: any name → name of a module → the module to put in its place.
+        batches: model inputs, each tensor `(batch, …)`.
+        progress: shows how far the measurement has come, in batches.
+
+    Returns:
+        Name of the replacement → distance, as in `losses_alone`.
+    """
+    sums, count = dict.fromkeys(replacements, 0.0), 0
+    with eval_mode(model):
+        for batch in progress(batches, "Single targets", "batch"):
+            expected = objective.predictions(model(**batch), batch)
+            count += len(expected)
+            for name, modules in replacements.items():
+                with replaced(model, modules):
+                    predictions = objective.predictions(model(**batch), batch)
+                sums[name] += len(expected) * distance(predictions, expected, objective.classes)
+    return {name: value / count for name, value in sums.items()}
+
+
+def distance(predictions: Tensor, expected: Tensor, classes: bool) -> float:
+    """Return the mean KL divergence (for classes) or squared error (for values) of predictions."""
+    return float(logits_error(predictions, expected, 1.0 if classes else None))

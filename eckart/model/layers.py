@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -284,6 +286,32 @@ def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
     """Put `layer` in place of the module `name` of `model`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
+
+
+@contextmanager
+def replaced(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put `modules` (name → module) into `model` while the context lasts, in place of those with the same names."""
+    current = {name: model.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            replace(model, name, module)
+        yield
+    finally:
+        for name, module in current.items():
+            replace(model, name, module)
+
+
+@contextmanager
+def restored(model: PreTrainedModel, names: Iterable[str]) -> Iterator[None]:
+    """Put the modules `names` back when the context ends, and what the config says of a tied head."""
+    configs = model.config, model.config.get_text_config(decoder=True)
+    tied = [(config, config.tie_word_embeddings) for config in configs if hasattr(config, "tie_word_embeddings")]
+    try:
+        with replaced(model, {name: model.get_submodule(name) for name in names}):
+            yield
+    finally:
+        for config, value in tied:
+            config.tie_word_embeddings = value
 
 
 def factorize_target(

@@ -6,15 +6,17 @@ from typing import Annotated
 
 from pydantic import Field
 
+from eckart.ranks.calibrated import Calibrated
 from eckart.ranks.hypernetwork import Hypernetwork
 from eckart.ranks.ranks_of_other_weighting import Borrowed
 from eckart.ranks.threshold import Threshold
 from eckart.ranks.tolerance import Tolerance
 from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill
+from eckart.ranks.zero_sum import ZeroSum
 
 RankSearch = Annotated[
-    Uniform | Waterfill | Hypernetwork | Tolerance | Threshold | Borrowed,
+    Uniform | Waterfill | Calibrated | Hypernetwork | Tolerance | Threshold | ZeroSum | Borrowed,
     Field(discriminator="kind"),
 ]
 

@@ -42,6 +42,7 @@ class ChosenRanks:
             if the search itself reduced the weights to their ranks, or if all ranks are 0.
         shaped: result of the shaping, or None if nothing was shaped.
         changed: whether the search changed the model's weights.
+        remark: a sentence of the search about its choice, or "".
     """
 
     targets: tuple[Target, ...]
@@ -49,6 +50,7 @@ class ChosenRanks:
     predicted_loss: dict[str, float] | None
     shaped: Shaped | None
     changed: bool
+    remark: str
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -90,7 +92,7 @@ def search_ranks(
             name: 0.0 if rank is None else float(losses_of_components(result.spectra[name][rank:]).sum())
             for name, rank in result.ranks.items()
         }
-    chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed)
+    chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed, result.remark)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than keep={keep:g} allows")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from eckart.recipe_parts import Method
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.problem import Problem
 from eckart.training.rules import Rule
+
+if TYPE_CHECKING:
+    from eckart.factorization.factorize import InOrder
 
 Spectra = Mapping[str, Tensor]
 """Target name → its weighted singular values `(min(out, in),)`, descending."""
@@ -45,6 +48,15 @@ class Train(Protocol):
     def __call__(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None: ...
 
 
+class Calibration(Protocol):
+    """Function that returns calibration examples in batches: at most `examples` after the first `skip`; None: all.
+
+    Afterwards the search's model is on the device of these batches.
+    """
+
+    def __call__(self, examples: int | None, skip: int = 0) -> Sequence[Batch]: ...
+
+
 @dataclass(frozen=True)
 class SearchProblem(Problem):
     """Input of shaping and of rank searches, with a model that is still dense.
@@ -53,18 +65,19 @@ class SearchProblem(Problem):
         weighting: weighting of the recipe.
         statistics: calibration statistics of the dense model that `weighting` reads.
         train: runs the training loop, for searches that train.
-        calibration: function of a number n that returns the first n calibration examples in batches, or all if there
-            are fewer. Afterwards the model is on the device of these batches.
+        calibration: returns the calibration examples.
         robust: how `statistics` were gathered, for searches that gather their own.
         progress: shows how far the search has come.
+        in_order: settings of the factorization in order of execution that follows; None: all at once.
     """
 
     weighting: Weighting
     statistics: Statistics
     train: Train
-    calibration: Callable[[int], Sequence[Batch]]
+    calibration: Calibration
     robust: RobustGradients = UNCHANGED
     progress: Progress = field(default_factory=lambda: silent)  # not the function itself, which would be a method
+    in_order: InOrder | None = None
 
     def spectra(self) -> Spectra:
         """Return the weighted singular values of every target's current weight.
@@ -104,11 +117,13 @@ class SearchResult:
         ranks: rank of every target; None if it stays dense.
         spectra: weighted singular values that the ranks truncate; None if no loss can be predicted from them.
         changed: whether the search changed the weights of the model.
+        remark: a sentence about the choice for the log, or "".
     """
 
     ranks: Ranks
     spectra: Spectra | None = None
     changed: bool = False
+    remark: str = ""
 
 
 class ByFormula(Method):

@@ -42,14 +42,12 @@ from torch import Tensor
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra, losses_of_components
+from eckart.recipe_parts import Method
 
 
-class Waterfill(ByFormula):
-    """Settings of a rank search that spends the budget where a parameter saves the most predicted loss."""
+class Filling(Method):
+    """Settings of rank searches that spend the budget where a parameter saves the most predicted loss."""
 
-    kind: Literal["waterfill"] = Field(
-        "waterfill", description="spends the budget where a parameter saves the most predicted loss"
-    )
     multiple: PositiveInt = Field(
         8, description="ranks are multiples of this number, or 1; 8 is faster on many processors"
     )
@@ -59,7 +57,7 @@ class Waterfill(ByFormula):
         "tied head counts as a linear layer",
     )
 
-    def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+    def filled(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Return the ranks of all targets; each gets at least rank 1, or stays dense if no rank makes it smaller."""
         left = ranked_allowance(targets, keep)
         states = []
@@ -81,6 +79,17 @@ class Waterfill(ByFormula):
                 left -= states[number].cost
             heapq.heappush(queue, (-states[number].best(left)[0], number))
         return {target.name: state.choices[state.position] for target, state in zip(targets, states, strict=True)}
+
+
+class Waterfill(Filling, ByFormula):
+    """Settings of a rank search that spends the budget where a parameter saves the most predicted loss."""
+
+    kind: Literal["waterfill"] = Field(
+        "waterfill", description="spends the budget where a parameter saves the most predicted loss"
+    )
+
+    def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+        return self.filled(targets, spectra, keep)
 
 
 @dataclass

@@ -288,10 +288,12 @@ class TargetPatterns(Section):
 
 class Importance(Section):
     statistics: Annotated[
-        tuple[Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)
+        tuple[Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor", "gradients"], ...],
+        Field(min_length=1),
     ] = Field(
         ("inputs", "output_gradients", "fisher", "taylor"),
-        description="calibration statistics to gather; each weighting reads some of them",
+        description="calibration statistics to gather; each weighting reads some of them. gradients, as large as the "
+        "targets' weights, are for ranks of kind zero_sum",
     )
     labels: Labels = Field(
         "given",

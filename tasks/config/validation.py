@@ -175,7 +175,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     if typed["targets"]:
         yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:
-        yield from _missing_statistics(typed["importance"].statistics, used_recipes)
+        yield from _missing_statistics(typed["importance"], used_recipes)
 
 
 def _control_mistakes(
@@ -273,12 +273,17 @@ def _unsupported_pairs(targets: schema.TargetPatterns, recipes: Mapping[str, Rec
                     )
 
 
-def _missing_statistics(statistics: Sequence[str], recipes: Mapping[str, Recipe]) -> Iterator[str]:
+def _missing_statistics(importance: schema.Importance, recipes: Mapping[str, Recipe]) -> Iterator[str]:
     for name, recipe in recipes.items():
         for part in ("shaping", "weighting", "ranks", "residual", "recovery"):
             for kind in getattr(getattr(recipe, part), "statistics", ()):
-                if kind not in statistics:
+                if kind not in importance.statistics:
                     yield f"importance.statistics: lacks {kind}, which recipes.{name}.{part} reads; add it"
+                if kind == "gradients" and importance.labels != "given":
+                    yield (
+                        f"importance.labels: are {importance.labels}, whose mean gradient tends to zero, but "
+                        f"recipes.{name}.{part} reads it; write given"
+                    )
 
 
 def _at(content: Mapping[str, Any], section: str, key: str) -> Any:

@@ -14,13 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pandas as pd
 import transformers
-from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import (
-    IGNORED,
-    Batch,
     Loss,
     Objective,
     Predictions,
@@ -284,8 +280,3 @@ class NlpTask(ABC):
                 f"{type(tokenizer).__name__} does not give the positions of its tokens in a text, which "
                 f"{self.spec.kind} needs: choose a model.base with a fast tokenizer (a tokenizer.json)"
             )
-
-
-def labelled(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits at those tokens of a batch that have a label, `(labelled tokens, classes)`."""
-    return outputs["logits"][batch["labels"] != IGNORED]

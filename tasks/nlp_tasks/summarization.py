@@ -25,11 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, Loss, Predictions, token_loss
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
-from tasks.nlp_tasks.nlp_task import STRING, Answers, NlpTask, Scored, Tokenizer, labelled
+from tasks.nlp_tasks.nlp_task import STRING, Answers, NlpTask, Scored, Tokenizer
 
 if TYPE_CHECKING:
     from tasks.config.schema import Data
@@ -81,7 +81,7 @@ class Summarization(NlpTask):
 
     @property
     def predictions(self) -> Predictions:
-        return labelled
+        return labelled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         """Return the function that makes a padded batch. If there are labels, it adds the decoder's inputs and mask.

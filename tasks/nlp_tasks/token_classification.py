@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Loss, Predictions, token_loss
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
 from tasks.data.label_encoding import class_ids, names_in_source
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
-from tasks.nlp_tasks.nlp_task import STRINGS, Answers, NlpTask, Scored, Tokenizer, labelled
+from tasks.nlp_tasks.nlp_task import STRINGS, Answers, NlpTask, Scored, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
@@ -122,7 +122,7 @@ class TokenClassification(NlpTask):
 
     @property
     def predictions(self) -> Predictions:
-        return labelled
+        return labelled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         return DataCollatorForTokenClassification(tokenizer)

@@ -51,7 +51,12 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
     "kfac_anchored": (
         "kfac",
-        {"storage": "pivoted", "sequential": {**IN_ORDER, "anchor": 0.5}, "recovery": DISTILLED},
+        {
+            "ranks": {"kind": "calibrated", "examples": 3, "held_out": 9, "alpha": [1.0], "multiple": 1},
+            "storage": "pivoted",
+            "sequential": {**IN_ORDER, "anchor": 0.5},
+            "recovery": DISTILLED,
+        },
     ),
     "pruned_in_order": (
         "lpaf",

@@ -42,10 +42,11 @@ def test_expected_statistics_are_the_sum_over_labels_weighted_by_probability(fam
         alone = tiny.collate([(ids, 0)])
         for label, share in enumerate(probabilities(model, alone)[0]):
             for key, value in one_sample(model, targets, {**alone, "labels": torch.tensor([label])}).items():
-                expected[key] = expected.get(key, 0) + share * value / len(SAMPLES)
+                if key[0] != "gradients":  # no second moment
+                    expected[key] = expected.get(key, 0) + share * value / len(SAMPLES)
     model.requires_grad_(False)
     batches = [tiny.collate(SAMPLES[:4], 9), tiny.collate(SAMPLES[4:])]
-    found = collect(model, batches, targets, loss=expected_losses)
+    found = collect(model, batches, targets, {kind for kind, _ in expected} - {"tokens"}, expected_losses)
     assert {(kind, key) for kind, some in found.items() for key in some} == set(expected)
     for (kind, key), value in expected.items():
         torch.testing.assert_close(found[kind][key], value, rtol=1e-8, atol=1e-12, msg=f"{kind} of {key}")

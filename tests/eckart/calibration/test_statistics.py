@@ -124,6 +124,7 @@ def test_two_samples_solved_by_hand():
         "output_gradients": {"map": [[2.0]]},
         "fisher": {"map.input": [(16 + 1) / 2, (36 + 1) / 2], "map.output": [27.0]},
         "taylor": {"map.input": [(64 + 4) / 2, (36 + 1) / 2], "map.output": [52.5]},
+        "gradients": {"map": [[2.5, 3.5]]},
     }
     got = collect(Sum(), [{"x": TWO}], [MAP])
     assert_same(got, {kind: {key: torch.tensor(v) for key, v in some.items()} for kind, some in expected.items()})

@@ -138,6 +138,7 @@ def one_sample(model: PreTrainedModel, targets: Iterable[Target], batch: Batch) 
             result["input_magnitudes", target.name] = x.abs().sum(0)
         moment = delta.T @ delta
         result["output_gradients", target.name] = moment.diagonal() if target.of_vocabulary else moment
+        result["gradients", target.name] = gradient
         for kind, squares in (("fisher", gradient**2), ("taylor", (gradient * weight_of(module)) ** 2)):
             result[kind, f"{target.name}.input"] = squares.sum(0)
             result[kind, f"{target.name}.output"] = squares.sum(1)
