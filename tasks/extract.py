@@ -21,7 +21,7 @@ def extract() -> None:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} examples")
-        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed")
+        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed", "separator", "calibration_blocks")
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))

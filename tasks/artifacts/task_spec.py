@@ -35,11 +35,16 @@ class Task(BaseModel):
     prefix: str | None
     """Text before each document that is to be summarized."""
     stride: int | None
-    """Number of tokens that neighbouring windows of a long context share."""
+    """Question answering: number of tokens that neighbouring windows of a long context share. Language modelling:
+    number of tokens by which the next window that is scored begins later."""
     sizes: dict[Split, int]
     """Largest number of examples in each split; for running text, of blocks of `max_length` tokens."""
     seed: int
     """Seed for drawing the blocks of running text."""
+    separator: str | None = None
+    """White space or a token between the rows of running text; None: an empty line."""
+    calibration_blocks: Literal["random"] | None = None
+    """How calibration blocks of running text are drawn; None: they are a sample of the training blocks."""
 
 
 def load_task() -> Task:

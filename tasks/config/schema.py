@@ -192,7 +192,19 @@ class Data(Section):
         None, description='text put before each document, such as "summarize: "; null: none; for summarization only'
     )
     stride: Count | None = Field(
-        None, description="tokens by which the windows of a long context overlap; for question answering only"
+        None,
+        description="question answering: tokens by which the windows of a long context overlap. Language modeling: "
+        "tokens that each scored window adds to the one before, the rest being context; null: blocks without overlap",
+    )
+    separator: str | None = Field(
+        None,
+        description='what stands between two rows: white space, or a token such as "<|endoftext|>" if rows are '
+        "documents; null: an empty line; for language modeling only",
+    )
+    calibration_blocks: Literal["random"] | None = Field(
+        None,
+        description="random: calibration blocks begin at random tokens of the training text; null: they are a sample "
+        "of the training blocks; for language modeling only",
     )
     seed: Seed = Field(0, description="seed of splitting and sampling")
 
