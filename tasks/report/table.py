@@ -218,8 +218,8 @@ def legend(results: Results, mark: str) -> list[str]:
 def notes(results: Results) -> list[str]:
     """Return notes on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
     sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
-    if results.census.warning:
-        sentences.append(results.census.warning)
+    sentences += filter(None, [results.census.warning])
+    sentences += [f"Calibration: {warning}." for warning in results.calibration_warnings]
     names = {model.scored: model.name for model in (*references(results), *map(entry, results.candidates))}
     exported = [result for result in runtime_results(results) if result.runtime != "torch"]
     names |= {result.scored: f"{result.model} in {TITLES[result.runtime]}" for result in exported}
