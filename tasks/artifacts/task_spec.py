@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,8 @@ from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
+TEXTS = "texts.json"
+"""Name of the file in SPLITS with all texts of evaluate.texts: name → rows. It is there without texts, too."""
 REFERENCE = Path("data/reference")
 """Folder of the data on which the champion was trained."""
 REFERENCE_PARTS = ("train.parquet", "task.json")
@@ -49,6 +52,12 @@ class Task(BaseModel):
 
 def load_task() -> Task:
     return Task.model_validate_json((SPLITS / "task.json").read_text())
+
+
+def load_texts() -> dict[str, pd.DataFrame]:
+    """Load the texts of evaluate.texts: name → its rows, with the column text."""
+    rows = json.loads((SPLITS / TEXTS).read_text())
+    return {name: pd.DataFrame({"text": texts}) for name, texts in rows.items()}
 
 
 def load_split(name: Split) -> pd.DataFrame:

@@ -241,6 +241,8 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
             yield f"data.{key}: is null; write {meaning}"
     if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
         yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
+    if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
+        yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]

@@ -28,13 +28,15 @@ from transformers import (
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.model.targets import Targets, Tied
 from tasks.artifacts.paths import TARGETS
-from tasks.artifacts.task_spec import Task, load_split, load_task
+from tasks.artifacts.task_spec import Task, load_split, load_task, load_texts
 from tasks.config.schema import Model
 from tasks.data.loading import encoded
+from tasks.extract import extract
 from tasks.models.base_model import load_base
 from tasks.nlp_tasks import kind_of, language_modeling
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring.bootstrap import RESAMPLES, resampled
+from tasks.scoring.splits import load_scorer
 from tests.workspace import a_task, reviews, run_stage, run_study, tiny_params, write_params
 
 ALPHABET = sorted(ByteLevel.alphabet())
@@ -235,12 +237,32 @@ class TestStages:
         run_stage("extract")
         assert [load_split(name)["text"][0] for name in names] == [f" = {name} = \n" for name in names]
 
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [({"source": "data/raw/none.txt"}, "data/raw/none.txt"), ({"source": "data/raw/text.txt", "column": "c"}, "c")],
+    )
+    def test_a_text_that_cannot_be_read_is_named(self, workspace: Path, text: dict[str, str], error: str) -> None:
+        settings = params()
+        settings["evaluate"]["texts"] = {"other": text}
+        write_params(workspace, settings)
+        with pytest.raises(StageError, match=rf"evaluate\.texts\.other: .*{error}"):
+            extract()
+
+    def test_a_text_shorter_than_a_block_is_named(self, workspace: Path) -> None:
+        settings = params()
+        settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt"}}
+        Path("data/raw/other.txt").write_text("abc")
+        write_params(workspace, settings)
+        extract()
+        with pytest.raises(StageError, match=r"evaluate\.texts\.other: .*\b3\b"):
+            load_scorer().on_texts(model(), tokenizer(), "dense")
+
     def test_from_text_to_a_comparison(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """With the weight that embedding and head share, by each kind of search that knows it.
 
         A recipe without steps of fine-tuning is scored once.
         """
-        settings = params()
+        settings = params(sizes={"calibration": 1})
         settings["targets"]["tied"] = True
         tolerance = {"kind": "tolerance", "increase": None, "grid": 3, "examples": 4, "times": "macs"}
         svd = settings["recipes"]["svd"]
@@ -248,9 +270,13 @@ class TestStages:
         svd["recovery"] = {**svd["recovery"], "steps": 0}
         recipes = ("svd", "kfac", "tolerance")
         settings["study"]["recipes"] = list(recipes)
+        settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt", "separator": "</s>", "examples": 5}}
+        Path("data/raw/other.txt").write_text("\n".join(lines(2)))
         write_params(workspace, settings)
         run_study(*recipes)
-        assert len(re.findall("recovered: .* test examples", capsys.readouterr().out)) == 2
+        said = capsys.readouterr().out
+        for scored in ("test examples", "examples of other"):
+            assert len(re.findall(f"recovered: .* {scored}", said)) == 2
         (tied,) = (
             target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
         )
@@ -264,7 +290,16 @@ class TestStages:
         again = kind_of(load_task()).score(loaded, tokenizer(), load_split("test"), 8, "test").score
         assert recovered["metric"] == pytest.approx(again.metric, rel=1e-5)
         assert recovered["metrics"] == {"perplexity": recovered["metric"]}
-        assert len(encoded("calibration", tokenizer())) == 8
+        spec = load_task().model_copy(update={"sizes": {**load_task().sizes, "test": 5}, "separator": "</s>"})
+        other = kind_of(spec).score(loaded, tokenizer(), rows(*load_texts()["other"]["text"]), 8, "test").score
+        assert reports["kfac"]["texts"]["other"]["metric"] == pytest.approx(other.metric, rel=1e-5)
+        assert reports["kfac"]["texts"]["other"]["examples"] == other.examples == 5
+        assert reports["svd"]["texts"] == reports["svd"]["factorized_texts"]
+        assert (
+            "linear layers read fewer tokens than they have input features"
+            in Path("reports/comparison.html").read_text()
+        )
+        assert len(encoded("calibration", tokenizer())) == 1
         assert "lower is better" in Path("reports/comparison.html").read_text()
         dense = json.loads(Path("reports/dense.json").read_text())["continuations"]
         small = reports["kfac"]["continuations"]
