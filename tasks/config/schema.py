@@ -178,7 +178,7 @@ class Sizes(Section):
 class Data(Section):
     source: Address = Field(
         "movie-reviews",
-        description="movie-reviews, product-reviews, tweets, editorials; a path under data/raw; or a Hugging Face id",
+        description="movie-reviews, product-reviews, tweets, editorials, news; a path under data/raw; or a hub id",
     )
     config: str | None = Field(None, description="configuration of a data set on the hub, such as sst2")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
@@ -196,7 +196,19 @@ class Data(Section):
         None, description='text put before each document, such as "summarize: "; null: none; for summarization only'
     )
     stride: Count | None = Field(
-        None, description="tokens by which the windows of a long context overlap; for question answering only"
+        None,
+        description="question answering: tokens by which the windows of a long context overlap. Language modeling: "
+        "tokens that each scored window adds to the one before, the rest being context; null: blocks without overlap",
+    )
+    separator: str | None = Field(
+        None,
+        description='what stands between two rows: white space, or a token such as "<|endoftext|>" if rows are '
+        "documents; null: an empty line; for language modeling only",
+    )
+    calibration_blocks: Literal["random"] | None = Field(
+        None,
+        description="random: calibration blocks begin at random tokens of the training text; null: they are a sample "
+        "of the training blocks; for language modeling only",
     )
     seed: Seed = Field(0, description="seed of splitting and sampling")
 
@@ -319,10 +331,24 @@ class Importance(Section):
     )
 
 
+class Text(Section):
+    source: Address = Field(description="as data.source: a name, a path under data/raw, or a Hugging Face id")
+    config: str | None = Field(None, description="configuration of a data set on the hub")
+    revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
+    split: str = Field("train", description="name of the split in the source")
+    column: str = Field("text", description="column of the text")
+    separator: str | None = Field(None, description="as data.separator: what stands between two rows")
+    examples: Count = Field(256, description="maximum number of blocks of data.max_length tokens")
+
+
 class Evaluate(Section):
     batch_size: Count = Field(64, description="examples in each forward pass")
     zero_shot: tuple[str, ...] = Field(
         (), description="zero-shot tasks for a language model, such as [arc_easy, arc_challenge]; needs eckart[lm-eval]"
+    )
+    texts: dict[Name, Text] = Field(
+        {},
+        description="other texts for a language model, by name: {news: {source: news}}; perplexity is measured on each",
     )
     probes: NonNegativeInt = Field(
         16, description="validation examples on which each target is factorized alone, to measure its loss; 0: none"
@@ -595,7 +621,7 @@ def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[
             continue
         present = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
         free = [name for model in models for name in model.model_fields if name not in present]
-        if key in present or position == len(loc) - 1:
+        if key in present or (position == len(loc) - 1 and key != "[key]"):
             path.append(str(key))
         if key in present:
             content = content[key]

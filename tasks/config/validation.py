@@ -233,11 +233,16 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
         if data.get(key) is not None:
             owners = [name for name in TASK_NAMES if key in task_class(name).options]
             yield f"data.{key}: is only for {' and '.join(owners)}; write null"
+    stride, length = data.get("stride"), data.get("max_length")
+    if kind.running_text and isinstance(stride, int) and isinstance(length, int) and stride >= length:
+        yield f"data.stride: is {stride}, so that windows do not overlap; write less than max_length, {length}, or null"
     for key, meaning in kind.required_options.items():
         if key in data and data[key] is None:
             yield f"data.{key}: is null; write {meaning}"
     if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
         yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
+    if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
+        yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]

@@ -293,6 +293,8 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
         ("target_length", 8, "summarization"),
         ("prefix", "summarize: ", "summarization"),
         ("stride", 8, "question_answering"),
+        ("separator", "</s>", "language_modeling"),
+        ("calibration_blocks", "random", "language_modeling"),
     ],
 )
 def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskName) -> None:
@@ -313,6 +315,22 @@ def test_zero_shot_tasks_are_for_language_models() -> None:
     params = tiny(evaluate={"zero_shot": ["piqa"]})
     only(params, "evaluate.zero_shot")
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+
+
+def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:
+    params = tiny(evaluate={"texts": {"news": {"source": "news"}}})
+    only(params, "evaluate.texts")
+    params = merged(params, {"data": data_of("language_modeling")})
+    assert mistakes(params) == []
+    misspelled = merged(params, {"evaluate": {"texts": {"news": {"separater": ""}}}})
+    only(misspelled, "evaluate.texts.news.separater")
+    wrong = merged(params, {"evaluate": {"texts": {"a/b": {"source": "news"}, "c": {}}}})
+    assert paths(mistakes(wrong)) == ["evaluate.texts.a/b", "evaluate.texts.c.source"]
+
+
+def test_windows_of_a_language_model_overlap() -> None:
+    assert mistakes(tiny(data=data_of("language_modeling", stride=15))) == []
+    assert "16" in advice(only(tiny(data=data_of("language_modeling", stride=16)), "data.stride"))
 
 
 def test_summaries_have_a_length() -> None:
