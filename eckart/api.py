@@ -50,6 +50,7 @@ from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm
 from eckart.model.census import Census
 from eckart.model.macs import macs
+from eckart.model.mlps import narrowed
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Targets, find_targets
 from eckart.progress import Item, Progress, bar
@@ -445,6 +446,7 @@ def _compress_in_place(
             in_order=recipe.sequential,
             batches=batches,
             progress=problem.progress,
+            widths=chosen.widths,
             seed=problem.seed,
             loss=problem.objective.loss,
         )
@@ -516,11 +518,11 @@ def _compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
         target.name: CompressedTarget(
             shape=(target.out_features, target.in_features),
             rank=chosen.ranks[target.name],
-            parameters=(target.parameters, cost(target, chosen.ranks[target.name])),
+            parameters=(target.parameters, cost(after, chosen.ranks[target.name])),
             predicted_loss=None if chosen.predicted_loss is None else chosen.predicted_loss[target.name],
             no_rank=not largest_rank(target),
         )
-        for target in chosen.targets
+        for target, after in zip(chosen.targets, narrowed(chosen.targets, chosen.widths), strict=True)
     }
 
 

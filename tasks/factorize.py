@@ -70,16 +70,18 @@ def factorize(recipe: str, keep: str) -> None:
             "device_map": device_map,
         }
         store = RefinedBlocks(name, inputs, settings)
+    decision = load_decision(name)
     with explained():
         refined = factorize_model(
             model,
             Targets.model_validate_json(TARGETS.read_text()).targets,
-            load_decision(name).ranks,
+            decision.ranks,
             parts.weighting,
             {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)},
             in_order=parts.sequential,
             batches=calibration,
             residual=parts.residual is not None,
+            widths=decision.widths,
             seed=seed,
             store=store,
             loss=kind.objective(labels).calibration_loss,

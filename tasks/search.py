@@ -155,6 +155,7 @@ def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
         parameters_before=before,
         parameters_after=after,
         steps=steps,
+        widths=dict(chosen.widths),
         average_rank=chosen.shaped and chosen.shaped.average_rank,
         as_shaped=chosen.shaped is not None and not chosen.changed,
     )
@@ -169,8 +170,9 @@ def _report(decision: Decision, chosen: ChosenRanks) -> None:
             f"{shaped.empty_rows} rows are empty"
         )
     share = decision.parameters_after / decision.parameters_before
-    dense = sum(rank is None for rank in decision.ranks.values())
-    say(f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense")
+    narrowed = sum(1 + len(width.up) for width in decision.widths.values())
+    dense = sum(rank is None for rank in decision.ranks.values()) - narrowed
+    say(f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense, {narrowed} are narrowed")
 
 
 def _trains_together(recipe: str) -> bool:

@@ -37,21 +37,33 @@ from eckart.model.layers import present, replace, replaced, set_weight
 from eckart.model.targets import Target, weight_of
 
 
-def anchored(weight: Tensor, inputs: Tensor, dense_inputs: Tensor, anchor: float, ridge: float) -> Tensor:
+def anchored(
+    weight: Tensor,
+    inputs: Tensor,
+    dense_inputs: Tensor,
+    anchor: float,
+    ridge: float,
+    start: Tensor | None = None,
+) -> Tensor:
     """Return the corrected weight (1 − a) W + a W* `(out, in)`, computed in float64 if the device supports it.
 
     Args:
-        weight: W `(out, in)`.
-        inputs, dense_inputs: C and D `(in, in)`.
+        weight: W `(out, n)`.
+        inputs: C `(in, in)`.
+        dense_inputs: D `(n, in)`.
         anchor: a, in [0, 1].
         ridge: λ ÷ the mean of C's diagonal, above 0.
+        start: weight W₀ `(out, in)` that is corrected, and that λ pulls to; None: W itself, if n = in. A narrowed layer
+            reads fewer inputs, so it has its own W₀, and W* = W₀ + (W D − W₀ C) (C + λ I)⁻¹.
     """
     w, c, d = (x.to(exact_dtype(x)) for x in (weight, inputs, dense_inputs))
+    first = w if start is None else start.to(w)
     level = c.diagonal().mean()
     if not level > 0:
-        return w  # all inputs are zero
+        return first  # all inputs are zero
     ridged = c + ridge * level * torch.eye(len(c), dtype=c.dtype, device=c.device)
-    return w + anchor * torch.linalg.solve(ridged, w @ (d - c), left=False)
+    missed = w @ (d - c) if start is None else w @ d - first @ c
+    return first + anchor * torch.linalg.solve(ridged, missed, left=False)
 
 
 class DenseModules:

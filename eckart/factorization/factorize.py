@@ -36,6 +36,7 @@ from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
 from eckart.factorization.layerwise_forward import layerwise_forward
+from eckart.factorization.narrowing import Narrowing
 from eckart.factorization.refinement import (
     NO_STORE,
     Block,
@@ -52,6 +53,7 @@ from eckart.factorization.refinement import (
 )
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
+from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, Tied, weight_of
 from eckart.progress import Progress, silent
 
@@ -86,6 +88,7 @@ def factorize_model(
     batches: Iterable[Batch] = (),
     residual: bool = False,
     progress: Progress = silent,
+    widths: Widths | None = None,
     seed: int = 0,
     store: BlockStore = NO_STORE,
     loss: Loss = mean_loss_times_batch,
@@ -97,6 +100,7 @@ def factorize_model(
         in_order: settings of the factorization in order of execution; None: use `factorize_at_once`.
         residual: as in `factorize_at_once`; ignored with `in_order`.
         progress: shows how far the factorization has come.
+        widths: MLPs to narrow; their targets have no rank.
         seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
@@ -104,10 +108,24 @@ def factorize_model(
     Returns:
         The refined blocks in order of execution; none if the recipe asks for no refinement.
     """
+    narrowing = Narrowing(model, targets, widths or {}, weighting, statistics)
     if in_order:
         return factorize_in_order(
-            model, targets, ranks, weighting, statistics, batches, in_order, progress, seed=seed, store=store, loss=loss
+            model,
+            targets,
+            ranks,
+            weighting,
+            statistics,
+            batches,
+            in_order,
+            progress,
+            narrowing=narrowing,
+            seed=seed,
+            store=store,
+            loss=loss,
         )
+    for name in narrowing.down_of:
+        narrowing.narrow(name)
     shown = progress(targets, "Factorization", "target")
     factorize_at_once(model, shown, ranks, weighting, statistics, residual)
     return []
@@ -167,6 +185,7 @@ def factorize_in_order(
     order: InOrder,
     progress: Progress = silent,
     *,
+    narrowing: Narrowing | None = None,
     seed: int = 0,
     store: BlockStore = NO_STORE,
     loss: Loss = mean_loss_times_batch,
@@ -186,6 +205,7 @@ def factorize_in_order(
         batches: calibration data: model inputs, each tensor `(batch, …)`.
         progress: shows how far the factorization has come, in groups of targets with the same input and, with
             refinement, blocks.
+        narrowing: narrows MLPs; their targets have no rank. None: no MLP.
         seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
@@ -197,11 +217,13 @@ def factorize_in_order(
         ValueError: a weight or its statistics are missing or not finite, a batch does not run a target, or there are
             too few batches for refinement.
     """
+    narrowing = narrowing or Narrowing(model, targets, {}, weighting, statistics)
     first = [target for target in targets if target.repeated or len({layer.input_of for layer in target.layers}) > 1]
     groups = _by_input(
         target
         for target in targets
-        if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
+        if target not in first
+        and (ranks[target.name] is not None or target.name in narrowing.down_of or (order.anchor and target.sampled))
     )
     dense = DenseModules(model) if order.anchor or order.refine else None
     plan: list[Step] = [*groups]
@@ -216,7 +238,7 @@ def factorize_in_order(
         dense.keep(first)
     factorize_at_once(model, first, ranks, weighting, statistics)
     if dense:
-        plan = restore(model, dense, plan, ranks, [tensors for _, tensors in saved])
+        plan = restore(model, dense, plan, ranks, narrowing.shape, [tensors for _, tensors in saved])
     refined = [block for block, _ in saved]
     remaining = [step for step in plan if not isinstance(step, Block)]
     blocks = [step.name for step in plan if isinstance(step, Block)]
@@ -235,7 +257,12 @@ def factorize_in_order(
             if dense:
                 dense.keep(step)
             if order.anchor:
-                anchor_targets(model, step, current, order.anchor, order.ridge)
+                whole = [target for target in step if target.name not in narrowing.widths]
+                anchor_targets(model, whole, current, order.anchor, order.ridge)
+            for target in step:
+                if target.name in narrowing.down_of:
+                    corrected = current if order.anchor else None
+                    narrowing.narrow(target.name, corrected, order.anchor, order.ridge)
             factorize_at_once(model, step, ranks, weighting, current)
             since += step
     return refined

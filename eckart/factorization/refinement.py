@@ -28,7 +28,7 @@ outside of blocks. Embeddings within a block stay: T5's later blocks also read t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, Loss, batch_size
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
-from eckart.model.layers import head_rows_like, low_rank_like, replace
+from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
 from eckart.model.module_context import frozen
 from eckart.model.targets import Product, Target
 from eckart.ranks.budget import Ranks
@@ -401,6 +401,7 @@ def restore(
     dense: DenseModules,
     plan: Sequence[Step],
     ranks: Ranks,
+    narrowed_shape: Callable[[str], tuple[int, int] | None],
     saved: Sequence[Mapping[str, Tensor]],
 ) -> list[Step]:
     """Put `saved` tensors into `model`, after replacing the layers that have them, and return the rest of the plan.
@@ -408,6 +409,7 @@ def restore(
     Args:
         dense: gets the layers that are replaced; has the original blocks already.
         plan: all steps.
+        narrowed_shape: function that returns the shape of a layer of a narrowed MLP, or None for other layers.
         saved: results of `changed`, for the first blocks of the plan.
     """
     ends = [place for place, step in enumerate(plan, 1) if isinstance(step, Block)]
@@ -415,7 +417,9 @@ def restore(
     for target in (target for step in plan[:start] if not isinstance(step, Block) for target in step):
         dense.keep([target])
         for layer in target.layers:
-            replace(model, layer.name, _like(model.get_submodule(layer.name), target, ranks[target.name]))
+            module, shape = model.get_submodule(layer.name), narrowed_shape(layer.name)
+            like = narrowed_like(module, *shape) if shape else _like(module, target, ranks[target.name])
+            replace(model, layer.name, like)
     for tensors in saved:
         model.load_state_dict(tensors, strict=False)
     return [*plan[start:]]

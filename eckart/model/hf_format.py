@@ -37,6 +37,8 @@ from eckart.model.layers import (
     head_counts,
     head_rows_like,
     low_rank_like,
+    narrowed_like,
+    narrowed_shapes,
     pivoted,
     pivoted_like,
     replace,
@@ -60,6 +62,7 @@ class EckartConfig(QuantizationConfigMixin):
         heads: name of a layer of an attention product → number of heads.
         pivoted: names of the layers in pivoted storage.
         tied: name of a head → name of the embedding with the factors that the head uses.
+        narrowed: name of a dense layer of a narrowed MLP → its shape `[out, in]`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class EckartConfig(QuantizationConfigMixin):
         heads: dict[str, int] | None = None,
         pivoted: list[str] | None = None,
         tied: dict[str, str] | None = None,
+        narrowed: dict[str, list[int]] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = "eckart"  # type: ignore[assignment]
@@ -77,6 +81,7 @@ class EckartConfig(QuantizationConfigMixin):
         self.heads = heads or {}
         self.pivoted = pivoted or []
         self.tied = tied or {}
+        self.narrowed = narrowed or {}
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
@@ -100,6 +105,9 @@ class EckartQuantizer(HfQuantizer):
         for name in self.quantization_config.ranks:
             if (place := _name_here(model, name, names)) is not None:
                 replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
+        for name, (rows, columns) in self.quantization_config.narrowed.items():
+            if (place := _name_here(model, name, names)) is not None:
+                replace(model, place, narrowed_like(model.get_submodule(place), rows, columns))
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
@@ -143,9 +151,10 @@ def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str
 
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
-    if ranks := factorized(model):
+    ranks, narrowed = factorized(model), narrowed_shapes(model)
+    if ranks or narrowed:
         model.config.quantization_config = EckartConfig(
-            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
+            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), narrowed
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):

@@ -238,6 +238,23 @@ class HeadRows(LowRankLayer):
         return pad(y, (0, self.width - self.rank)).flatten(-2)
 
 
+class NarrowedLinear(nn.Linear):
+    """A dense layer of a narrowed MLP: it has fewer outputs or inputs than the model's config says."""
+
+
+def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> NarrowedLinear:
+    """Return an uninitialized layer of another shape with the dtype, device and bias of a Linear or Conv1D."""
+    like = module.get_parameter("weight")
+    with torch.device("meta"):  # draws no random weights
+        layer = NarrowedLinear(in_features, out_features, bias=getattr(module, "bias", None) is not None)
+    return layer.to_empty(device=like.device).to(like.dtype).train(module.training)
+
+
+def narrowed_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes `[out, in]` of all layers of narrowed MLPs of `model` by name."""
+    return {name: list(shape_of(layer)) for name, layer in model.named_modules() if isinstance(layer, NarrowedLinear)}
+
+
 def shape_of(module: nn.Module) -> tuple[int, int]:
     """Return `(out, in)` of a Linear, a Conv1D, an Embedding or a low-rank layer."""
     if isinstance(module, LowRankLayer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from eckart.calibration.statistics import Statistics
+from eckart.model.mlps import Widths, narrowed
 from eckart.model.targets import Storage, Target
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, Ranks, allowance, stored, total
@@ -43,6 +44,7 @@ class ChosenRanks:
         shaped: result of the shaping, or None if nothing was shaped.
         changed: whether the search changed the model's weights.
         remark: a sentence of the search about its choice, or "".
+        widths: the MLPs to narrow.
     """
 
     targets: tuple[Target, ...]
@@ -51,11 +53,13 @@ class ChosenRanks:
     shaped: Shaped | None
     changed: bool
     remark: str
+    widths: Widths
 
     @property
     def parameters(self) -> tuple[int, int]:
         """Numbers of parameters of all targets before and after compression, without biases and the residual."""
-        return sum(target.parameters for target in self.targets), total(self.targets, self.ranks)
+        before = sum(target.parameters for target in self.targets)
+        return before, total(narrowed(self.targets, self.widths), self.ranks)
 
 
 def search_ranks(
@@ -91,8 +95,10 @@ def search_ranks(
         predicted_loss = {
             name: 0.0 if rank is None else float(losses_of_components(result.spectra[name][rank:]).sum())
             for name, rank in result.ranks.items()
-        }
-    chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed, result.remark)
+        } | {name: width.loss for name, width in result.widths.items()}
+    chosen = ChosenRanks(
+        problem.targets, result.ranks, predicted_loss, shaped, result.changed, result.remark, result.widths
+    )
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than keep={keep:g} allows")

@@ -15,6 +15,7 @@ from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition, spectrum
 from eckart.factorization.weightings import Weighting, weigh
+from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, weight_of
 from eckart.progress import Progress, silent
 from eckart.ranks.budget import Ranks
@@ -118,12 +119,14 @@ class SearchResult:
         spectra: weighted singular values that the ranks truncate; None if no loss can be predicted from them.
         changed: whether the search changed the weights of the model.
         remark: a sentence about the choice for the log, or "".
+        widths: the MLPs to narrow; their targets have no rank.
     """
 
     ranks: Ranks
     spectra: Spectra | None = None
     changed: bool = False
     remark: str = ""
+    widths: Widths = field(default_factory=dict)
 
 
 class ByFormula(Method):

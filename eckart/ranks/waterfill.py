@@ -23,6 +23,10 @@ budget has left. So it saves more than all moves that the smaller budget can sti
 
 The search is sound only if S² is comparable across targets, as under a weighting in units of loss, such as kfac.
 
+With `narrow`, an MLP may lose neurons instead (eckart/factorization/neuron_selection.py): its layers become smaller,
+but stay dense. Its points are then those of its widths. Whether an MLP is narrowed or its layers are factorized is
+decided first, by the smaller loss + price · parameters, at the price of a parameter that fits the budget.
+
 Every parameter takes memory, but only those of linear layers take time as well: embeddings are looked up. So an
 embedding's parameters can have a lower price when moves are compared. The budget still counts all parameters alike, so
 linear layers then get smaller ranks and embeddings larger ones.
@@ -32,17 +36,24 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eckart.model.targets import Target
+from eckart.factorization.neuron_selection import order_neurons
+from eckart.factorization.weightings import weigh
+from eckart.model.mlps import Mlp, Width, find_mlps
+from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
-from eckart.ranks.search_problem import ByFormula, Spectra, losses_of_components
-from eckart.recipe_parts import Method
+from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
+
+_STEPS = 48  # about as many widths are tried for an MLP
+_BISECTIONS = 60
 
 
 class Filling(Method):
@@ -59,26 +70,17 @@ class Filling(Method):
 
     def filled(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Return the ranks of all targets; each gets at least rank 1, or stays dense if no rank makes it smaller."""
-        left = ranked_allowance(targets, keep)
-        states = []
+        budget, states = ranked_allowance(targets, keep), self._states(targets, spectra)
+        _spend(list(states.values()), budget)
+        return {name: state.choice for name, state in states.items()}
+
+    def _states(self, targets: Sequence[Target], spectra: Spectra) -> dict[str, _State]:
+        states = {}
         for target in targets:
             price = self.embedding_price if target.looks_up else 1.0
             savings = losses_of_components(spectra[target.name].double()) / price
-            states.append(_State.of(target, savings, self.multiple))
-        left -= sum(state.cost for state in states)
-        queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
-        heapq.heapify(queue)
-        while queue:
-            promised, number = heapq.heappop(queue)
-            slope, position = states[number].best(left)
-            if slope < 0:
-                continue
-            if slope >= -promised:  # otherwise another target may save more, so queue it again
-                left += states[number].cost
-                states[number].position = position
-                left -= states[number].cost
-            heapq.heappush(queue, (-states[number].best(left)[0], number))
-        return {target.name: state.choices[state.position] for target, state in zip(targets, states, strict=True)}
+            states[target.name] = _State.of(target, savings, self.multiple)
+        return states
 
 
 class Waterfill(Filling, ByFormula):
@@ -88,8 +90,104 @@ class Waterfill(Filling, ByFormula):
         "waterfill", description="spends the budget where a parameter saves the most predicted loss"
     )
 
+    narrow: bool = Field(
+        False,
+        description="whether an MLP may lose neurons instead of getting factors: its layers become smaller, but stay "
+        "dense",
+    )
+
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         return self.filled(targets, spectra, keep)
+
+    def search(self, problem: SearchProblem) -> SearchResult:
+        if not self.narrow:
+            return super().search(problem)
+        mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
+        spectra = problem.spectra()
+        budget, states = ranked_allowance(problem.targets, problem.keep), self._states(problem.targets, spectra)
+        narrowings = {
+            mlp: self._narrowing(problem, mlp) for mlp in problem.progress(mlps, "Orders of neurons", "MLP")
+        }
+        chosen = _better_narrow(states, narrowings, budget)
+        for mlp in chosen:
+            for name in (*mlp.up, mlp.down):
+                del states[name]
+        _spend([*states.values(), *chosen.values()], budget)
+        widths = {
+            mlp.down: Width(up=mlp.up, neurons=state.choice, group=self._group(mlp), loss=state.losses[state.position])
+            for mlp, state in chosen.items()
+            if state.choice is not None
+        }
+        ranks = {target.name: states[target.name].choice if target.name in states else None for target in problem.targets}
+        return SearchResult(ranks, spectra, widths=widths)
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if self.narrow:
+            for part in ("shaping", "residual"):
+                if getattr(recipe, part) is not None:
+                    yield "ranks", f"narrow does not go with {part}; write narrow: false, or {part}: null"
+            if recipe.recovery.kind == "mixed_rank":
+                yield "ranks", "narrow does not go with mixed_rank, which needs the dense weights; write narrow: false"
+
+    def _narrowing(self, problem: SearchProblem, mlp: Mlp) -> _State:
+        """Return the state of an MLP that gets a width: its choices are numbers of neurons."""
+        members = {target.name: target for target in problem.targets}
+        down, up = members[mlp.down], [members[name] for name in mlp.up]
+        weight = weight_of(problem.model.get_submodule(mlp.down))
+        order = order_neurons(weight, weigh(problem.weighting, down, problem.statistics), self._group(mlp))
+        price = sum(target.in_features for target in up) + down.out_features  # of a neuron
+        widths = order.widths[1:]
+        costs, losses = [price * width for width in widths], order.losses[1:]
+        return _State([*widths[:-1], None], costs, losses, _vertices(costs, losses))
+
+    def _group(self, mlp: Mlp) -> int:
+        """Return the step of widths: a multiple of `multiple`, in some 48 steps."""
+        return self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
+
+
+def _spend(states: Sequence[_State], budget: int) -> None:
+    """Move `states` up by the moves that save the most loss per parameter, until no move is within the budget."""
+    left = budget - sum(state.cost for state in states)
+    queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
+    heapq.heapify(queue)
+    while queue:
+        promised, number = heapq.heappop(queue)
+        slope, position = states[number].best(left)
+        if slope < 0:
+            continue
+        if slope >= -promised:  # otherwise another target may save more, so queue it again
+            left += states[number].cost
+            states[number].position = position
+            left -= states[number].cost
+        heapq.heappush(queue, (-states[number].best(left)[0], number))
+
+
+def _better_narrow(
+    states: Mapping[str, _State], narrowings: Mapping[Mlp, _State], budget: int
+) -> dict[Mlp, _State]:
+    """Return the MLPs that are better narrowed than factorized, with their states, at the price that fits the budget.
+
+    At a price of parameters, each target takes the choice of least loss + price · parameters. The price is found by
+    bisection, as the smallest at which all choices are within the budget.
+    """
+
+    def better(price: float) -> tuple[int, dict[Mlp, _State]]:
+        spent, chosen = sum(state.at(price)[0] for state in states.values()), {}
+        for mlp, narrowing in narrowings.items():
+            parts = [states[name].at(price) for name in (*mlp.up, mlp.down)]
+            cost, loss = (sum(values) for values in zip(*parts, strict=True))
+            other_cost, other_loss = narrowing.at(price)
+            if other_loss + price * other_cost < loss + price * cost:
+                spent += other_cost - cost
+                chosen[mlp] = narrowing
+        return spent, chosen
+
+    slopes = [slope for state in (*states.values(), *narrowings.values()) if (slope := state.best(budget)[0]) > 0]
+    low, high = 0.0, 2 * max(slopes, default=0.0)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if better(middle)[0] <= budget else (middle, high)
+    return better(high)[1]
 
 
 @dataclass
@@ -97,7 +195,7 @@ class _State:
     """State of one target in the search: the ranks that it may have, and the position of its current rank among them.
 
     Attributes:
-        choices: rank 1 and the multiples, ascending, then None for dense.
+        choices: rank 1 and the multiples, or numbers of neurons, ascending; then None for dense.
         costs: number of parameters of each choice, ascending.
         losses: predicted loss at each choice, descending.
         vertices: for each choice, the position of the next choice on the lower convex hull of the later choices.
@@ -126,6 +224,20 @@ class _State:
     @property
     def cost(self) -> int:
         return self.costs[self.position]
+
+    @property
+    def choice(self) -> Rank:
+        return self.choices[self.position]
+
+    def at(self, price: float) -> tuple[int, float]:
+        """Return cost and loss of the choice with the least loss + price · cost on the hull above the first choice."""
+        position = 0
+        while position < len(self.choices) - 1:
+            vertex = self.vertices[position]
+            if _slope(self.costs, self.losses, position, vertex) <= price:
+                break
+            position = vertex
+        return self.costs[position], self.losses[position]
 
     def best(self, left: int) -> tuple[float, int]:
         """Return the largest loss saved per parameter by a move that costs at most `left`, and the position after it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from eckart.model.mlps import Width
 from tasks.artifacts.results_schema import Result, Runtime
 
 IMPORTANCE = Path("data/importance")
@@ -51,6 +52,8 @@ class Decision(Result):
     """Number of parameters of all targets at these ranks, in the recipe's storage, without biases and residual."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
+    widths: dict[str, Width] = {}
+    """Down target of each MLP that is narrowed → its width; the targets of these MLPs have no rank."""
     average_rank: float | None
     """Mean numerical rank of the target layers' weights after shaping; null if nothing was shaped."""
     as_shaped: bool

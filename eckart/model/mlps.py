@@ -1,0 +1,150 @@
+"""Finds the MLPs of a model whose neurons can be left out: y = down(f(x Wᵀ)), with f acting on each neuron alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eckart.calibration.losses import Batch, row_of
+from eckart.model.module_context import eval_mode
+from eckart.model.targets import Product, Target, Tied
+
+
+class Mlp(BaseModel):
+    """An MLP: targets that compute its neurons from the same input, and the target that reads the neurons.
+
+    Attributes:
+        up: names of the targets whose outputs make up the neurons: one, or two in a gated MLP.
+        down: name of the target that reads the neurons.
+        neurons: number of neurons, the outputs of each of `up` and the inputs of `down`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    up: tuple[str, ...]
+    down: str
+    neurons: int
+
+
+def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[Mlp]:
+    """Return the MLPs among `targets` whose neurons do not depend on each other, in order of execution.
+
+    This is tested by a forward of two copies of an example. In the second copy, half of the outputs of `up` are set to
+    zero. The other neurons must stay the same.
+
+    Args:
+        targets: the targets in order of execution.
+        batch: model inputs, each `(batch, …)`.
+    """
+    candidates = list(_candidates(targets))
+    tests = {mlp.down: _Test(mlp) for mlp in candidates}
+    hooks = []
+    try:
+        for mlp in candidates:
+            test = tests[mlp.down]
+            for name in mlp.up:
+                hooks.append(model.get_submodule(name).register_forward_hook(test.after_up))
+            hooks.append(model.get_submodule(mlp.down).register_forward_pre_hook(test.before_down))
+        example = row_of(batch, 0)
+        with eval_mode(model), torch.no_grad():
+            model(**{name: torch.cat([values, values]) for name, values in example.items()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [mlp for mlp in candidates if tests[mlp.down].passed]
+
+
+def _candidates(targets: Sequence[Target]) -> Iterator[Mlp]:
+    """Yield targets with the shapes of an MLP: those that read one tensor, and the next target, which reads another."""
+    plain = [_plain(target) for target in targets]
+    for place, down in enumerate(targets):
+        up: list[str] = []
+        for before, fits in zip(targets[:place][::-1], plain[:place][::-1], strict=True):
+            if not fits or before.out_features != down.in_features or before.input_of == down.input_of:
+                break
+            if up and before.input_of != targets[place - 1].input_of:
+                break
+            up.insert(0, before.name)
+        if up and plain[place]:
+            yield Mlp(up=tuple(up), down=down.name, neurons=down.in_features)
+
+
+def _plain(target: Target) -> bool:
+    return not (
+        isinstance(target, Product | Tied) or target.repeated or target.looks_up or target.of_vocabulary
+    ) and target.sampled
+
+
+class _Test:
+    """Hooks on the targets of an MLP for a forward of two copies of an example."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.cut = torch.zeros(mlp.neurons, dtype=torch.bool)
+        self.cut[torch.randperm(mlp.neurons, generator=generator)[: mlp.neurons // 2]] = True
+        self.calls = 0
+        self.passed = False
+
+    def after_up(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        _second(output).masked_fill_(self.cut.to(output.device), 0)
+        return output
+
+    def before_down(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compare the neurons of both copies, and go on with those of the first."""
+        x, self.calls = args[0].clone(), self.calls + 1
+        cut = self.cut.to(x.device)
+        first, second = x[: len(x) // 2].flatten(0, -2), _second(x).flatten(0, -2)
+        same = torch.allclose(first[:, ~cut], second[:, ~cut], rtol=1e-3, atol=1e-6 * float(first.abs().max()))
+        self.passed = self.calls == 1 and same and not torch.equal(first[:, cut], second[:, cut])
+        _second(x).copy_(x[: len(x) // 2])
+        return (x, *args[1:])
+
+
+def _second(values: Tensor) -> Tensor:
+    """Return the part of `values` `(…, features)` that belongs to the second copy of the example."""
+    return values[len(values) // 2 :]
+
+
+class Width(BaseModel):
+    """Width to which an MLP is narrowed.
+
+    Attributes:
+        up: names of the targets that compute the neurons.
+        neurons: number of neurons that stay.
+        group: number of neurons that a round of the selection took (eckart/factorization/neuron_selection.py).
+        loss: predicted loss.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    up: tuple[str, ...]
+    neurons: int
+    group: int
+    loss: float
+
+
+Widths = Mapping[str, Width]
+"""Name of the down target of each MLP that is narrowed → its width."""
+
+
+def narrowed(targets: Sequence[Target], widths: Widths) -> tuple[Target, ...]:
+    """Return `targets` with the shapes that they have after the MLPs are narrowed to `widths`."""
+    outputs = {name: width.neurons for width in widths.values() for name in width.up}
+    return tuple(
+        target.model_copy(
+            update={
+                "out_features": outputs.get(target.name, target.out_features),
+                "in_features": widths[target.name].neurons if target.name in widths else target.in_features,
+            }
+        )
+        if target.name in outputs or target.name in widths
+        else target
+        for target in targets
+    )
