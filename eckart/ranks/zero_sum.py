@@ -32,7 +32,7 @@ from torch import Tensor
 from eckart.calibration.statistics import StatisticKind, Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition
-from eckart.model.targets import Target, Tied
+from eckart.model.targets import Target
 from eckart.ranks.budget import NoRank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Method
@@ -71,15 +71,12 @@ def first_order(target: Target, parts: Decomposition, statistics: Statistics) ->
         ValueError: the statistics have no gradient of `target`.
     """
     gradients = statistics.get("gradients", {})
-    if any(layer.name not in gradients for layer in target.layers):
+    if target.name not in gradients:
         raise ValueError(
             f"{target.name}: ranks zero_sum read its mean gradient: add gradients to importance.statistics, and set "
             "targets.unsampled to false"
         )
-    gradient = gradients[target.name].to(parts.left)
-    if isinstance(target, Tied):  # the head's weight is the transpose
-        gradient = gradient + gradients[target.other.name].T.to(parts.left)
-    return -(parts.left * (gradient @ parts.right.T)).sum(0)
+    return -(parts.left * (gradients[target.name].to(parts.left) @ parts.right.T)).sum(0)
 
 
 def zero_sum_ranks(
