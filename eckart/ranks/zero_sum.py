@@ -11,7 +11,7 @@ so ΔL_k = −left_kᵀ G right_kᵀ. No whitening is inverted, and any weightin
 
 All targets begin at full rank. In each step one of them loses the smallest of its components. The search keeps the sum
 of all ΔL of cut components near zero: while the sum is not positive, it cuts the component with the smallest ΔL ≥ 0
-among the last ones of all targets; otherwise the one with the smallest |ΔL| below 0. If no target has a component of
+among the last ones of all targets; otherwise the one whose ΔL below 0 is nearest to 0. If no target has a component of
 the wanted sign, one of the other sign is cut. A target saves no parameters until it is below its break-even rank, and
 is dense if it ends above it. The search ends as soon as the budget is met.
 
