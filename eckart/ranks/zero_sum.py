@@ -11,7 +11,7 @@ so ΔL_k = −left_kᵀ G right_kᵀ. No whitening is inverted, and any weightin
 
 All targets begin at full rank. In each step one of them loses the smallest of its components. The search keeps the sum
 of all ΔL of cut components near zero: while the sum is not positive, it cuts the component with the smallest ΔL ≥ 0
-among the last ones of all targets; otherwise the one with the smallest |ΔL| below 0. If no target has a component of
+among the last ones of all targets; otherwise the one whose ΔL below 0 is nearest to 0. If no target has a component of
 the wanted sign, one of the other sign is cut. A target saves no parameters until it is below its break-even rank, and
 is dense if it ends above it. The search ends as soon as the budget is met.
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from eckart.calibration.statistics import StatisticKind, Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition
-from eckart.model.targets import Target, Tied
+from eckart.model.targets import Target
 from eckart.ranks.budget import NoRank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Method
@@ -71,15 +71,12 @@ def first_order(target: Target, parts: Decomposition, statistics: Statistics) ->
         ValueError: the statistics have no gradient of `target`.
     """
     gradients = statistics.get("gradients", {})
-    if any(layer.name not in gradients for layer in target.layers):
+    if target.name not in gradients:
         raise ValueError(
             f"{target.name}: ranks zero_sum read its mean gradient: add gradients to importance.statistics, and set "
             "targets.unsampled to false"
         )
-    gradient = gradients[target.name].to(parts.left)
-    if isinstance(target, Tied):  # the head's weight is the transpose
-        gradient = gradient + gradients[target.other.name].T.to(parts.left)
-    return -(parts.left * (gradient @ parts.right.T)).sum(0)
+    return -(parts.left * (gradients[target.name].to(parts.left) @ parts.right.T)).sum(0)
 
 
 def zero_sum_ranks(

@@ -469,6 +469,17 @@ def test_the_parameters_know_every_kind_of_statistics() -> None:
     assert get_args(kinds) == STATISTIC_KINDS
 
 
+def test_mean_gradients_are_asked_for_and_need_given_labels() -> None:
+    ours = repository_params()
+    ours["recipes"]["zs_svd"] = {"weighting": "inputs", "ranks": "zero_sum"}
+    ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "zs_svd"], []
+    assert "gradients" in only(ours, "importance.statistics")
+    ours["importance"] = {"statistics": ["inputs", "gradients"]}
+    assert mistakes(ours) == []
+    ours["importance"]["labels"] = "drawn"
+    assert "zs_svd" in only(ours, "importance.labels")
+
+
 @pytest.mark.parametrize("option", ["products", "tied"])
 def test_targets_of_two_linear_layers_are_refused_for_a_method_without_them(option: str) -> None:
     ours = repository_params()
