@@ -139,7 +139,8 @@ def steps(model: PreTrainedModel, targets: Sequence[Target], groups: Sequence[li
         within = list(members)
         result += [group_of[target.name] for target in within if target.name in group_of]
         if name not in unfit and name is not None and not _shares_parameters(model, name):
-            result.append(Block(name, within[-1].mask))
+            masks = [target.mask for target in within if target.mask]  # experts of a router may have none
+            result.append(Block(name, masks[-1] if masks else None))
     return result
 
 
