@@ -172,7 +172,9 @@ def _report(decision: Decision, chosen: ChosenRanks) -> None:
     share = decision.parameters_after / decision.parameters_before
     narrowed = sum(1 + len(width.up) for width in decision.widths.values())
     dense = sum(rank is None for rank in decision.ranks.values()) - narrowed
-    say(f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense, {narrowed} are narrowed")
+    say(
+        f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense, {narrowed} are narrowed"
+    )
 
 
 def _trains_together(recipe: str) -> bool:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import ceil, cos, pi
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,7 +48,9 @@ from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
 from eckart.model.module_context import frozen
 from eckart.model.targets import Product, Target
-from eckart.ranks.budget import Ranks
+
+if TYPE_CHECKING:
+    from eckart.ranks.budget import Ranks  # the ranks import this package
 
 WARMUP, LAST_RATE, WEIGHT_DECAY, LARGEST_NORM = 0.1, 0.1, 0.01, 1.0
 """AA-SVD's: share of the steps in which the rate rises, last rate ÷ peak rate, decay, and norm of clipped gradients."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,29 +35,39 @@ class Mlp(BaseModel):
 def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[Mlp]:
     """Return the MLPs among `targets` whose neurons do not depend on each other, in order of execution.
 
-    This is tested by a forward of two copies of an example. In the second copy, half of the outputs of `up` are set to
-    zero. The other neurons must stay the same.
+    This is tested by forwards of two copies of an example. In the second copy, half of the outputs of `up` are set to
+    zero. The other neurons must stay the same. One forward tests all layers of a kind: if they pass, none of them
+    disturbs the next.
 
     Args:
         targets: the targets in order of execution.
         batch: model inputs, each `(batch, …)`.
     """
     candidates = list(_candidates(targets))
-    tests = {mlp.down: _Test(mlp) for mlp in candidates}
-    hooks = []
+    kinds: dict[str, list[Mlp]] = {}
+    for mlp in candidates:
+        kinds.setdefault(re.sub(r"\d+", "#", mlp.down), []).append(mlp)
+    example = row_of(batch, 0)
+    twice = {name: torch.cat([values, values]) for name, values in example.items()}
+    passed = {mlp.down for kind in kinds.values() for mlp in _independent(model, kind, twice)}
+    return [mlp for mlp in candidates if mlp.down in passed]
+
+
+@torch.no_grad()
+def _independent(model: PreTrainedModel, mlps: Sequence[Mlp], twice: Batch) -> list[Mlp]:
+    """Return those of `mlps` that pass the test of `find_mlps` in a forward of `twice`, two copies of an example."""
+    tests, hooks = {mlp.down: _Test(mlp) for mlp in mlps}, []
+    for mlp in mlps:
+        test = tests[mlp.down]
+        hooks += [model.get_submodule(name).register_forward_hook(test.after_up) for name in mlp.up]
+        hooks.append(model.get_submodule(mlp.down).register_forward_pre_hook(test.before_down))
     try:
-        for mlp in candidates:
-            test = tests[mlp.down]
-            for name in mlp.up:
-                hooks.append(model.get_submodule(name).register_forward_hook(test.after_up))
-            hooks.append(model.get_submodule(mlp.down).register_forward_pre_hook(test.before_down))
-        example = row_of(batch, 0)
-        with eval_mode(model), torch.no_grad():
-            model(**{name: torch.cat([values, values]) for name, values in example.items()})
+        with eval_mode(model):
+            model(**twice)
     finally:
         for hook in hooks:
             hook.remove()
-    return [mlp for mlp in candidates if tests[mlp.down].passed]
+    return [mlp for mlp in mlps if tests[mlp.down].passed]
 
 
 def _candidates(targets: Sequence[Target]) -> Iterator[Mlp]:
@@ -76,9 +86,10 @@ def _candidates(targets: Sequence[Target]) -> Iterator[Mlp]:
 
 
 def _plain(target: Target) -> bool:
-    return not (
-        isinstance(target, Product | Tied) or target.repeated or target.looks_up or target.of_vocabulary
-    ) and target.sampled
+    return (
+        not (isinstance(target, Product | Tied) or target.repeated or target.looks_up or target.of_vocabulary)
+        and target.sampled
+    )
 
 
 class _Test:

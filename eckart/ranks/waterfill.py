@@ -105,9 +105,7 @@ class Waterfill(Filling, ByFormula):
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
         spectra = problem.spectra()
         budget, states = ranked_allowance(problem.targets, problem.keep), self._states(problem.targets, spectra)
-        narrowings = {
-            mlp: self._narrowing(problem, mlp) for mlp in problem.progress(mlps, "Orders of neurons", "MLP")
-        }
+        narrowings = {mlp: self._narrowing(problem, mlp) for mlp in problem.progress(mlps, "Orders of neurons", "MLP")}
         chosen = _better_narrow(states, narrowings, budget)
         for mlp in chosen:
             for name in (*mlp.up, mlp.down):
@@ -118,7 +116,9 @@ class Waterfill(Filling, ByFormula):
             for mlp, state in chosen.items()
             if state.choice is not None
         }
-        ranks = {target.name: states[target.name].choice if target.name in states else None for target in problem.targets}
+        ranks = {
+            target.name: states[target.name].choice if target.name in states else None for target in problem.targets
+        }
         return SearchResult(ranks, spectra, widths=widths)
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
@@ -162,9 +162,7 @@ def _spend(states: Sequence[_State], budget: int) -> None:
         heapq.heappush(queue, (-states[number].best(left)[0], number))
 
 
-def _better_narrow(
-    states: Mapping[str, _State], narrowings: Mapping[Mlp, _State], budget: int
-) -> dict[Mlp, _State]:
+def _better_narrow(states: Mapping[str, _State], narrowings: Mapping[Mlp, _State], budget: int) -> dict[Mlp, _State]:
     """Return the MLPs that are better narrowed than factorized, with their states, at the price that fits the budget.
 
     At a price of parameters, each target takes the choice of least loss + price · parameters. The price is found by
