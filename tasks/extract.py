@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datasets
 
-from tasks.artifacts.task_spec import SPLITS, Task
+from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, Task
 from tasks.config.schema import Data, section
+from tasks.data.calibration_texts import read_calibration_texts
 from tasks.data.reading import load_source
 from tasks.data.splitting import split_and_convert
 from tasks.runtime.stage_runner import output, run, say
@@ -17,7 +18,9 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
+    other_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
+        other_texts.to_parquet(folder / CALIBRATION_TEXTS, index=False)
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} examples")

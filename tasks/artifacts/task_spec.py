@@ -12,6 +12,8 @@ from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
+CALIBRATION_TEXTS = "calibration_texts.parquet"
+"""Name of the file in SPLITS with the rows of `data.calibration_texts`."""
 REFERENCE = Path("data/reference")
 """Folder of the data on which the champion was trained."""
 REFERENCE_PARTS = ("train.parquet", "task.json")

@@ -23,7 +23,7 @@ from eckart.recovery import Recovery
 from eckart.recovery.distillation import Distillation
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from tasks.config.schema import Goal, Params, ParamsError, kinds_of, models_in
+from tasks.config.schema import CalibrationText, Goal, Params, ParamsError, kinds_of, models_in
 
 _COLUMN = 40  # where comments begin
 _WIDTH = 120
@@ -136,6 +136,9 @@ def page() -> str:
             lines += _table(inner[0]) if inner else [f"Default: `{_flow(field.default)}`."]
         if name == "study":
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
+        if name == "data":
+            lines += ["", "### Calibration texts", "", "Keys of an entry of `data.calibration_texts`:", ""]
+            lines += _table(CalibrationText)
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
     lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]
     lines += ["", "Keys of `sequential`:", "", *_table(InOrder)]

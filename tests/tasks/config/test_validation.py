@@ -315,6 +315,38 @@ def test_zero_shot_tasks_are_for_language_models() -> None:
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
+OTHER = {"source": "data/raw/other.txt"}
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"written": {"examples": 8}}, "data.written.examples"),
+        ({"calibration_texts": [OTHER]}, "data.calibration_texts"),
+    ],
+)
+def test_only_a_language_model_is_calibrated_with_other_texts(data: dict[str, Any], path: str) -> None:
+    only(tiny(data=data_of("classification", **data)), path)
+    assert mistakes(tiny(data=data_of("language_modeling", sizes={"calibration": 0}, **data))) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"sizes": {"calibration": 0}}, "data.sizes.calibration"),
+        ({"written": {"examples": 8, "prompts": 16}}, "data.written.prompts"),
+        (
+            {"calibration_texts": [OTHER, {"source": "./data/raw/wiki", "split": "new"}]},
+            "data.calibration_texts.1.split",
+        ),
+        ({"calibration_texts": [{"source": "data/raw/wiki/new.txt"}]}, "data.calibration_texts.0.source"),
+    ],
+)
+def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data: dict[str, Any], path: str) -> None:
+    source = {"source": "data/raw/wiki", "splits": {"train": "old", "test": "new"}}
+    only(tiny(data=data_of("language_modeling", **source, **data)), path)
+
+
 def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
