@@ -36,7 +36,7 @@ def _training_part(text: CalibrationText, params: Data) -> pd.DataFrame:
     """Return the rows of a text without those that a study of this text would validate and test with.
 
     They are chosen as those of data.source are. So no candidate is calibrated with a passage that it is scored on, even
-    if the text is the study's own, or is one that candidates are also scored on.
+    if the text is the study's own.
     """
     splits = Splits(train=text.split, validation=None, test=None)
     columns = Columns(text=text.column, text_pair=None, label=None)
