@@ -63,13 +63,14 @@ def evaluate(recipe: str, keep: str) -> None:
         shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score
     model, tokenizer = load_model(FACTORIZED / name)
     before = None if residual_rows(model) else scorer.score_on("test", model, tokenizer, "factorized")
+    texts_before = scorer.on_texts(model, tokenizer, "factorized") if before else {}
     model, tokenizer = load_model(FINETUNED / name)
     place(model)
     from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
     alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
-    unchanged = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
-    scores, predictions = scorer.all_scores(model, tokenizer, "recovered", unchanged)
+    known = (before, texts_before) if before and same_weights(FACTORIZED / name, FINETUNED / name) else ()
+    scores, predictions = scorer.all_scores(model, tokenizer, "recovered", *known)
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,
@@ -77,6 +78,8 @@ def evaluate(recipe: str, keep: str) -> None:
         validation=scores.validation,
         size=size(model, FINETUNED / name, scorer.task.max_length),
         zero_shot=scores.zero_shot,
+        texts=scores.texts,
+        factorized_texts=texts_before,
         continuations=scores.continuations,
         targets=sizes,
         target_parameters=sum(size.parameters for size in sizes.values()),

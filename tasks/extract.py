@@ -1,30 +1,34 @@
-"""Stage extract: load the data set, split it, and draw the calibration sample → data/splits."""
+"""Stage extract: load the data set, split it, and draw the calibration sample; load other texts → data/splits."""
 
 from __future__ import annotations
 
+import json
+
 import datasets
 
-from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, Task
-from tasks.config.schema import Data, section
+from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, TEXTS, Task
+from tasks.config.schema import Data, Name, Text, section
 from tasks.data.calibration_texts import read_calibration_texts
-from tasks.data.reading import load_source
+from tasks.data.reading import load_source, load_text
 from tasks.data.splitting import split_and_convert
 from tasks.runtime.stage_runner import output, run, say
 
 
 def extract() -> None:
-    """Write the splits train, validation, test and calibration as Parquet files, and the task as task.json."""
+    """Write the splits train, validation, test and calibration as Parquet files, the task and other texts as JSON."""
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
-    other_texts = read_calibration_texts(params)
+    texts = {name: load_text(name, text) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
+    calibration_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
-        other_texts.to_parquet(folder / CALIBRATION_TEXTS, index=False)
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} examples")
-        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed")
+        (folder / TEXTS).write_text(json.dumps(texts))
+        (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
+        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed", "separator", "calibration_blocks")
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))

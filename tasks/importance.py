@@ -35,6 +35,12 @@ def importance() -> None:
 
     with explained(), output(IMPORTANCE) as folder:
         targets = _find(model, next(examples(2, 2)), patterns)
+        warnings: list[str] = []
+
+        def noted(warning: str | None) -> None:
+            warn(warning)
+            warnings.extend(filter(None, [warning]))
+
         groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
         number = 0  # of the pass
 
@@ -54,12 +60,13 @@ def importance() -> None:
             params.statistics,
             loss,
             checked=list(examples(params.batch_size, params.batch_size)),
-            warn=warn,
+            warn=noted,
             offload_activations=params.offload_activations,
         ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
             del statistics  # frees them before the next pass
-        (folder / TARGETS.name).write_text(targets.model_dump_json(indent=2))
+        found = targets.model_copy(update={"warnings": tuple(warnings)})
+        (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
 
 
 def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Targets:

@@ -109,6 +109,7 @@ class Targets(BaseModel):
     Attributes:
         excluded: name of each other linear layer, or of a matrix outside of linear layers (such as a tensor that holds
             several experts) → why it is no target.
+        warnings: what is misleading about the data with which the targets were calibrated, if they were.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,6 +117,7 @@ class Targets(BaseModel):
     targets: tuple[Product | Tied | Target, ...]
     excluded: dict[str, str]
     census: Census
+    warnings: tuple[str, ...] = ()
 
 
 def weight_of(module: nn.Module) -> Tensor:

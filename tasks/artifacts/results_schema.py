@@ -74,6 +74,8 @@ class Scores(Result):
     """Score on the validation split, for the choice of candidates and trials."""
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for the tasks in evaluate.zero_shot."""
+    texts: dict[str, Score] = {}
+    """Name of a text in evaluate.texts → score on it."""
     continuations: tuple[Continuation, ...]
     """Texts that a language model wrote, of at most evaluate.continuation tokens each; empty for other tasks."""
 
@@ -123,6 +125,10 @@ class Evaluation(Result):
     size: Size
     zero_shot: dict[str, dict[str, float]]
     """Zero-shot results of the recovered model, as in `Scores`."""
+    texts: dict[str, Score] = {}
+    """Scores of the recovered model on the texts in evaluate.texts."""
+    factorized_texts: dict[str, Score] = {}
+    """The same before recovery; empty if `factorized` is null."""
     continuations: tuple[Continuation, ...]
     targets: dict[str, TargetSize]
     target_parameters: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +13,10 @@ from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
-CALIBRATION_TEXTS = "calibration_texts.parquet"
-"""Name of the file in SPLITS with the rows of `data.calibration_texts`."""
+CALIBRATION_TEXTS = "calibration_texts.json"
+"""Name of the file in SPLITS with the texts of data.calibration_texts. It is there without texts, too."""
+TEXTS = "texts.json"
+"""Name of the file in SPLITS with all texts of evaluate.texts: name → rows. It is there without texts, too."""
 REFERENCE = Path("data/reference")
 """Folder of the data on which the champion was trained."""
 REFERENCE_PARTS = ("train.parquet", "task.json")
@@ -37,15 +40,26 @@ class Task(BaseModel):
     prefix: str | None
     """Text before each document that is to be summarized."""
     stride: int | None
-    """Number of tokens that neighbouring windows of a long context share."""
+    """Question answering: number of tokens that neighbouring windows of a long context share. Language modelling:
+    number of tokens by which the next window that is scored begins later."""
     sizes: dict[Split, int]
     """Largest number of examples in each split; for running text, of blocks of `max_length` tokens."""
     seed: int
     """Seed for drawing the blocks of running text."""
+    separator: str | None = None
+    """White space or a token between the rows of running text; None: an empty line."""
+    calibration_blocks: Literal["random"] | None = None
+    """How calibration blocks of running text are drawn; None: they are a sample of the training blocks."""
 
 
 def load_task() -> Task:
     return Task.model_validate_json((SPLITS / "task.json").read_text())
+
+
+def load_texts() -> dict[str, pd.DataFrame]:
+    """Load the texts of evaluate.texts: name → its rows, with the column text."""
+    rows = json.loads((SPLITS / TEXTS).read_text())
+    return {name: pd.DataFrame({"text": texts}) for name, texts in rows.items()}
 
 
 def load_split(name: Split) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from eckart.recovery import Recovery
 from eckart.recovery.distillation import Distillation
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from tasks.config.schema import CalibrationText, Goal, Params, ParamsError, kinds_of, models_in
+from tasks.config.schema import Goal, Params, ParamsError, Text, kinds_of, models_in
 
 _COLUMN = 40  # where comments begin
 _WIDTH = 120
@@ -64,8 +64,8 @@ def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type
     """Return the types that `value` may have; `key` is its key in a mapping that has one of the types `models`."""
     if models == [Params] and key in ("recipes", "recovery"):
         types: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
-    elif models == [Recipe] and key not in Recipe.model_fields:
-        return models  # the name of a recipe
+    elif models in ([Recipe], [Text]) and key not in models[0].model_fields:
+        return models  # the name of a recipe, or of a text
     else:
         types = [inner for model in models if key in model.model_fields for inner in _inner(model, key)]
     kind = value.get("kind") if isinstance(value, Mapping) else None
@@ -136,9 +136,9 @@ def page() -> str:
             lines += _table(inner[0]) if inner else [f"Default: `{_flow(field.default)}`."]
         if name == "study":
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
-        if name == "data":
-            lines += ["", "### Calibration texts", "", "Keys of an entry of `data.calibration_texts`:", ""]
-            lines += _table(CalibrationText)
+        if name == "evaluate":
+            texts = "Keys of each text in `evaluate.texts`, and of the entries of `data.calibration_texts`."
+            lines += ["", "### Texts", "", texts, "", *_table(Text)]
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
     lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]
     lines += ["", "Keys of `sequential`:", "", *_table(InOrder)]

@@ -175,13 +175,14 @@ class Sizes(Section):
     )
 
 
-class CalibrationText(Section):
-    source: Address = Field(description="as data.source: a packaged data set, a path under data/raw, or an id")
+class Text(Section):
+    source: Address = Field(description="as data.source: a name, a path under data/raw, or a Hugging Face id")
     config: str | None = Field(None, description="configuration of a data set on the hub")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
-    split: str = Field("train", description="name of the split to read")
+    split: str = Field("train", description="name of the split in the source")
     column: str = Field("text", description="column of the text")
-    examples: Count = Field(64, description="maximum number of blocks of max_length tokens")
+    separator: str | None = Field(None, description="as data.separator: what stands between two rows")
+    examples: Count = Field(256, description="maximum number of blocks of data.max_length tokens")
 
 
 class Written(Section):
@@ -202,7 +203,7 @@ class Written(Section):
 class Data(Section):
     source: Address = Field(
         "movie-reviews",
-        description="movie-reviews, product-reviews, tweets, editorials; a path under data/raw; or a Hugging Face id",
+        description="movie-reviews, product-reviews, tweets, editorials, news; a path under data/raw; or a hub id",
     )
     config: str | None = Field(None, description="configuration of a data set on the hub, such as sst2")
     revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
@@ -212,7 +213,7 @@ class Data(Section):
     task: TaskName = Field("classification", description="kind of NLP task, from docs/reference/tasks.md")
     metric: MetricName = Field("accuracy", description="metric that ranks candidates, from docs/reference/tasks.md")
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
-    calibration_texts: tuple[CalibrationText, ...] = Field(
+    calibration_texts: tuple[Text, ...] = Field(
         (), description="other texts for the calibration statistics, such as [{source: editorials, examples: 64}]"
     )
     written: Written = Field(Written(), description="text for the calibration statistics that the model writes itself")
@@ -224,7 +225,19 @@ class Data(Section):
         None, description='text put before each document, such as "summarize: "; null: none; for summarization only'
     )
     stride: Count | None = Field(
-        None, description="tokens by which the windows of a long context overlap; for question answering only"
+        None,
+        description="question answering: tokens by which the windows of a long context overlap. Language modeling: "
+        "tokens that each scored window adds to the one before, the rest being context; null: blocks without overlap",
+    )
+    separator: str | None = Field(
+        None,
+        description='what stands between two rows: white space, or a token such as "<|endoftext|>" if rows are '
+        "documents; null: an empty line; for language modeling only",
+    )
+    calibration_blocks: Literal["random"] | None = Field(
+        None,
+        description="random: calibration blocks begin at random tokens of the training text; null: they are a sample "
+        "of the training blocks; for language modeling only",
     )
     seed: Seed = Field(0, description="seed of splitting and sampling")
 
@@ -340,6 +353,10 @@ class Evaluate(Section):
     batch_size: Count = Field(64, description="examples in each forward pass")
     zero_shot: tuple[str, ...] = Field(
         (), description="zero-shot tasks for a language model, such as [arc_easy, arc_challenge]; needs eckart[lm-eval]"
+    )
+    texts: dict[Name, Text] = Field(
+        {},
+        description="other texts for a language model, by name: {news: {source: news}}; perplexity is measured on each",
     )
     probes: NonNegativeInt = Field(
         16, description="validation examples on which each target is factorized alone, to measure its loss; 0: none"
@@ -612,7 +629,7 @@ def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[
             continue
         present = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
         free = [name for model in models for name in model.model_fields if name not in present]
-        if key in present or position == len(loc) - 1:
+        if key in present or (position == len(loc) - 1 and key != "[key]"):
             path.append(str(key))
         if key in present:
             content = content[key]

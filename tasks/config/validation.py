@@ -161,7 +161,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _repeated("data.splits", list(given.values()))
         if sum(share for name, share in data.shares if name not in given) >= 1:
             yield "data.shares: leave nothing for train; write shares whose sum is below 1"
-        yield from _calibration_mistakes(data)
+        yield from _calibration_mistakes(data, typed["evaluate"].texts if typed["evaluate"] else {})
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
@@ -235,19 +235,28 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
         if data.get(key) is not None:
             owners = [name for name in TASK_NAMES if key in task_class(name).options]
             yield f"data.{key}: is only for {' and '.join(owners)}; write null"
+    stride, length = data.get("stride"), data.get("max_length")
+    if kind.running_text and isinstance(stride, int) and isinstance(length, int) and stride >= length:
+        yield f"data.stride: is {stride}, so that windows do not overlap; write less than max_length, {length}, or null"
     for key, meaning in kind.required_options.items():
         if key in data and data[key] is None:
             yield f"data.{key}: is null; write {meaning}"
     if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
         yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
+    if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
+        yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
         yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write given"
 
 
-def _calibration_mistakes(data: schema.Data) -> Iterator[str]:
-    """Yield a line for each text to calibrate with that the task cannot read, or that candidates are scored on."""
+def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
+    """Yield a line for each text to calibrate with that the task cannot read, or that candidates are scored on.
+
+    Args:
+        scored: evaluate.texts.
+    """
     written, texts = data.written, data.calibration_texts
     if not task_class(data.task).running_text:
         for key, stated, none in (("written.examples", written.examples, 0), ("calibration_texts", texts, [])):
@@ -271,6 +280,9 @@ def _calibration_mistakes(data: schema.Data) -> Iterator[str]:
                 f"data.calibration_texts.{place}.source: is in data.source, where candidates are scored; write "
                 f"{data.source} and its split {data.splits.train}"
             )
+        for name, same in scored.items():
+            if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
+                yield f"data.calibration_texts.{place}: is what evaluate.texts.{name} scores; remove one of them"
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import Any
 
 from tasks.artifacts.errors import StageError
-from tasks.config.schema import CalibrationText, Columns, Data, Splits
+from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.reading import load_source
 from tasks.data.splitting import split_source
 
 
-def read_calibration_texts(params: Data) -> pd.DataFrame:
-    """Read the texts.
-
-    Returns:
-        their rows: `text`, the position of the text in `data.calibration_texts` as `place`, and as `examples` the
-        number of blocks that are to be drawn from this text.
+def read_calibration_texts(params: Data) -> list[dict[str, Any]]:
+    """Read the texts: the rows of each, what stands between them, and how many blocks are to be drawn.
 
     Raises:
         StageError: a text cannot be read.
     """
-    parts = [
-        pd.DataFrame({"text": pd.Series(dtype=str), "place": pd.Series(dtype=int), "examples": pd.Series(dtype=int)})
-    ]
+    texts = []
     for place, text in enumerate(params.calibration_texts):
         try:
-            rows = _training_part(text, params)
+            rows = _training_rows(text, params)
         except StageError as error:
             raise StageError(f"data.calibration_texts.{place}: {error}") from error
-        parts.append(rows.assign(place=place, examples=text.examples))
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+        texts.append({"rows": rows, "separator": text.separator, "examples": text.examples})
+    return texts
 
 
-def _training_part(text: CalibrationText, params: Data) -> pd.DataFrame:
+def _training_rows(text: Text, params: Data) -> list[str]:
     """Return the rows of a text without those that a study of this text would validate and test with.
 
     They are chosen as those of data.source are. So no candidate is calibrated with a passage that it is scored on, even
@@ -42,4 +36,4 @@ def _training_part(text: CalibrationText, params: Data) -> pd.DataFrame:
     columns = Columns(text=text.column, text_pair=None, label=None)
     place = {"source": text.source, "config": text.config, "revision": text.revision}
     study = params.model_copy(update={**place, "splits": splits, "columns": columns})
-    return split_source(load_source(study), study)["train"]
+    return list(split_source(load_source(study), study)["train"]["text"])

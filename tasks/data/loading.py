@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 
@@ -43,9 +44,10 @@ def _calibration(task: Task, tokenizer: PreTrainedTokenizerBase) -> Iterator[Dat
     """Yield the calibration examples from each text."""
     if task.sizes["calibration"]:
         yield kind_of(task).encode(load_split("calibration"), tokenizer, "calibration")
-    for (_, examples), rows in pd.read_parquet(SPLITS / CALIBRATION_TEXTS).groupby(["place", "examples"]):
-        sizes = {**task.sizes, "train": sys.maxsize, "calibration": examples}  # train limits data.source only
-        yield kind_of(task.model_copy(update={"sizes": sizes})).encode(rows[["text"]], tokenizer, "calibration")
+    for text in json.loads((SPLITS / CALIBRATION_TEXTS).read_text()):
+        sizes = {**task.sizes, "train": sys.maxsize, "calibration": text["examples"]}  # train limits data.source only
+        own = task.model_copy(update={"sizes": sizes, "separator": text["separator"]})
+        yield kind_of(own).encode(pd.DataFrame({"text": text["rows"]}), tokenizer, "calibration")
     if WRITTEN.exists() and len(blocks := pd.read_parquet(WRITTEN)):  # the stage `write` need not run where it is empty
         ids = np.stack(blocks["input_ids"].to_list())
         yield Dataset.from_dict({"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids})

@@ -1,6 +1,7 @@
 """Data sets that are part of a Python package. data.source may be one of the names in `PACKAGED`.
 
-Source: Hutto and Gilbert, ICWSM 2014, in vaderSentiment's source distribution (MIT).
+Sources: Hutto and Gilbert, ICWSM 2014, in vaderSentiment's source distribution (MIT); Lee, Pincombe and Welsh, CogSci
+2005, in gensim's wheel (LGPL-2.1).
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ def _signed(name: str) -> pd.DataFrame:
 
 
 def editorials() -> pd.DataFrame:
-    """Load 500 newspaper editorials, one per row, without labels."""
+    """Load 498 newspaper editorials, one per row, without labels."""
     frame = _rated("nytEditorialSnippets")
     number = frame["id"].str.partition("_")[0].astype(int)
     return pd.DataFrame({"text": frame.groupby(number)["text"].agg(" ".join)})
+
+
+def news() -> pd.DataFrame:
+    """Load 293 short news documents of the Australian Broadcasting Corporation, one per row, without labels.
+
+    They are the background corpus of Lee, Pincombe and Welsh; of its 300 documents, 7 repeat another one.
+    """
+    address = "pypi://gensim==4.4.0/gensim/test/test_data/lee_background.cor"
+    with pypi_archives.member(address, python="3.11") as file:
+        documents = pd.Series(file.read_text().splitlines()).str.strip()
+    return pd.DataFrame({"text": documents.drop_duplicates()})
 
 
 def _rated(name: str) -> pd.DataFrame:
@@ -47,4 +59,5 @@ PACKAGED: Mapping[str, Callable[[], pd.DataFrame]] = {
     "product-reviews": partial(_signed, "amazonReviewSnippets"),
     "tweets": partial(_signed, "tweets"),
     "editorials": editorials,
+    "news": news,
 }

@@ -24,12 +24,14 @@ _ADDRESS = re.compile(rf"{SCHEME}(?P<requirement>\w[\w.-]*==\w[\w.]*)/(?P<member
 
 
 @contextmanager
-def member(address: str, sdist: bool = False) -> Iterator[Path]:
+def member(address: str, sdist: bool = False, python: str | None = None) -> Iterator[Path]:
     """Download a package and yield the path of one of its files or folders, which is deleted when the context ends.
 
     Args:
         address: `pypi://NAME==VERSION/PATH`.
         sdist: whether to download the source distribution instead of the wheel.
+        python: the version of Python whose wheel is downloaded, such as 3.11, for packages with compiled code; None:
+            the version that runs this.
 
     Raises:
         StageError: the address is malformed, the package cannot be downloaded, or has no such member.
@@ -38,18 +40,19 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
     if not match:
         raise StageError(f"{address} is not an address of a package: write {SCHEME}NAME==VERSION/PATH")
     with tempfile.TemporaryDirectory() as folder:
-        root = _unpack(_download(match["requirement"], Path(folder), sdist), Path(folder) / "unpacked")
+        root = _unpack(_download(match["requirement"], Path(folder), sdist, python), Path(folder) / "unpacked")
         path = root / match["member"]
         if not path.resolve().is_relative_to(root.resolve()) or not path.exists():
             raise StageError(f"{match['requirement']} has no {match['member']}: look up its path inside the package")
         yield path
 
 
-def _download(requirement: str, folder: Path, sdist: bool) -> Path:
+def _download(requirement: str, folder: Path, sdist: bool, python: str | None) -> Path:
     kind = "--no-binary" if sdist else "--only-binary"
+    version = ["--python-version", python] if python else []
     # Suppress pip's notice of a newer version: it would be the last line of stderr, which is reported as the reason.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-    command = [*pip, "--no-deps", kind, ":all:", requirement, "--dest", str(folder / "archive")]
+    command = [*pip, "--no-deps", kind, ":all:", *version, requirement, "--dest", str(folder / "archive")]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         reason = (process.stderr.strip() or "pip gives no reason").splitlines()[-1]

@@ -13,7 +13,7 @@ import pandas as pd
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
-from tasks.config.schema import Data
+from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
@@ -50,6 +50,26 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
     return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
+
+
+def load_text(name: str, text: Text) -> list[str]:
+    """Load the rows of the text `name` of evaluate.texts.
+
+    Raises:
+        StageError: the source cannot be read, or lacks the split or the column.
+    """
+    params = Data(
+        source=text.source,
+        config=text.config,
+        revision=text.revision,
+        splits=Splits(train=text.split),
+        columns=Columns(text=text.column, label=None),
+        task="language_modeling",
+    )
+    try:
+        return list(load_source(params)["train"]["text"])
+    except StageError as error:
+        raise StageError(f"evaluate.texts.{name}: {error}") from error
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:

@@ -33,7 +33,7 @@ from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import Results, ScoredModel, load_results
 from tasks.report.rounding import rounded
-from tasks.report.table import ZERO_SHOT, printed
+from tasks.report.table import TEXTS, ZERO_SHOT, printed
 from tasks.report.table import numbers as table_numbers
 from tasks.runtime.hardware import cores, processor
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
@@ -158,6 +158,20 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
     return _in_order(pd.DataFrame(texts), goodness)
 
 
+def texts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of the texts in evaluate.texts as text; the original model comes first.
+
+    Each has a column for the metric and one for its multiple of the original model's.
+    """
+    names = [name.removeprefix(TEXTS) for name in map(str, rows.columns) if name.startswith(TEXTS)]
+    both = _with_dense(rows, {f"{TEXTS}{name}": f"dense.{TEXTS}{name}" for name in names})
+    values = both[CANDIDATE].copy()
+    for name in names:
+        values[name] = both[f"{TEXTS}{name}"]
+        values[f"{name} ÷ original"] = values[name] / both[f"dense.{TEXTS}{name}"]
+    return values.groupby(CANDIDATE, sort=False).agg(_spread, score).reset_index()
+
+
 def zero_shot(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table of lm-eval's zero-shot tasks as text; the original model comes first."""
     names = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
@@ -260,6 +274,12 @@ def _part(rows: pd.DataFrame, pairs: pd.DataFrame, study: StudyFile) -> list[str
     """Return the part of the page on one task, as Markdown blocks: settings, tables and trials."""
     facts = {"Best after recovery": "; ".join(leaders(pairs, rows)) + "."} | _facts(rows, study.params)
     blocks = ["\n".join(f"- {topic}: {fact}" for topic, fact in facts.items()), _markdown(cells(rows))]
+    other = texts(rows)
+    if len(other.columns) > len(CANDIDATE):
+        blocks += [
+            f"{METRICS[study.metric].title.capitalize()} on other texts after recovery, and ÷ the original model's.",
+            _markdown(other),
+        ]
     zero = zero_shot(rows)
     if len(zero.columns) > len(CANDIDATE):
         blocks += [

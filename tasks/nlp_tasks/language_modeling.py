@@ -1,8 +1,15 @@
 """Causal language modelling: predict the next token in blocks of text.
 
-The rows of a split are joined, with empty lines between them, into one text. The text is cut into blocks of
-`max_length` tokens, without special tokens; an incomplete last block is dropped. Each block is scored without the text
-before it, so perplexity is measured on windows without overlap, as in papers on compressing language models.
+The rows of a split are joined into one text: with empty lines or other white space between them, or as documents with
+a token between them that ends a text (data.separator). The text is cut into blocks of `max_length` tokens, without
+other special tokens; an incomplete last block is dropped.
+
+Each block is scored without the text before it, so perplexity is measured on windows without overlap, as in papers on
+compressing language models. With data.stride the windows overlap, and each scores the tokens that the one before it did
+not reach: every token of the text but the first is scored once.
+
+Calibration blocks are a sample of the training blocks, or windows at random places of the training text
+(data.calibration_blocks), as those papers draw them.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from typing import ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -29,7 +37,7 @@ from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, T
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
-_SEPARATOR = "\n\n"
+_SEPARATOR = "\n\n"  # an empty line
 _ROWS = 10_000  # number of rows that are tokenized at a time
 
 
@@ -42,6 +50,7 @@ class LanguageModeling(NlpTask):
     text_pair: ClassVar = "refused"
     calibration_labels: ClassVar = ("given", "drawn")
     running_text: ClassVar = True
+    options: ClassVar = ("calibration_blocks", "separator", "stride")
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
     auto_class: ClassVar = "AutoModelForCausalLM"  # its loss is also the mean over blocks, as all have the same length
     pipeline: ClassVar = "text-generation"
@@ -63,30 +72,50 @@ class LanguageModeling(NlpTask):
         """Return blocks of `max_length` tokens. The labels equal the blocks, since the model itself shifts them by one.
 
         If there are more blocks than data.sizes allows, those with the lowest hashes are taken, which is a random
-        sample. Calibration blocks are a sample of the training blocks.
+        sample. Calibration blocks are a sample of the training blocks, or begin at random tokens of the training text.
+        Then they may overlap, and there are as many as data.sizes says, the first of which are those of a smaller size.
 
         Raises:
-            StageError: the text is shorter than a block.
+            StageError: the text is shorter than a block, or the tokenizer lacks the token between documents.
         """
+        windows = self._windows(frame, tokenizer, split)
+        if split == "calibration" and self.spec.calibration_blocks == "random":
+            places = np.random.default_rng(self.spec.seed).integers(len(windows), size=self.spec.sizes[split])
+            blocks = windows[places]
+        else:
+            blocks = windows[:: self.spec.max_length]
+            blocks = blocks[self._sample(blocks, split)]
+        return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks}
+
+    def _scored(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> dict[str, np.ndarray]:
+        """Return the windows that are scored; labels are IGNORED at tokens that only serve as context."""
+        length, stride = self.spec.max_length, self.spec.stride
+        windows = self._windows(frame, tokenizer, split)[:: stride or length]
+        chosen = self._sample(windows, split)
+        blocks, labels = windows[chosen], windows[chosen]
+        if stride:
+            labels[chosen > 0, : length - stride] = IGNORED
+        return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": labels}
+
+    def _windows(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> np.ndarray:
+        """Return all windows of `max_length` tokens of the joined text, one for each beginning, as a view."""
         length = self.spec.max_length
-        ids = np.concatenate([*_pieces(frame["text"].tolist(), tokenizer), np.empty(0, np.int64)])
-        count = len(ids) // length
-        if not count:
+        ids = np.concatenate([*_pieces(frame["text"].tolist(), tokenizer, self.spec.separator), np.empty(0, np.int64)])
+        if len(ids) < length:
             raise StageError(
                 f"the {split} split has {len(ids)} tokens, less than a block of data.max_length={length}: give it more "
                 "text, or lower data.max_length"
             )
-        blocks = self._sample(ids[: count * length].reshape(count, length), split)
-        return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks}
+        return sliding_window_view(ids, length)
 
     def _sample(self, blocks: np.ndarray, split: Split) -> np.ndarray:
-        if split == "calibration":
-            blocks = self._sample(blocks, "train")
+        """Return the positions of the blocks that are taken, in the order of the text."""
+        rows = self._sample(blocks, "train") if split == "calibration" else np.arange(len(blocks))
         size = self.spec.sizes[split]
-        if size >= len(blocks):
-            return blocks
+        if size >= len(rows):
+            return rows
         purpose = "calibration" if split == "calibration" else "sample"
-        return blocks[np.sort(lowest(blocks.tolist(), size, self.spec.seed, purpose))]
+        return rows[np.sort(lowest(blocks[rows].tolist(), size, self.spec.seed, purpose))]
 
     @property
     def predictions(self) -> Predictions:
@@ -99,17 +128,29 @@ class LanguageModeling(NlpTask):
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
         """Score a model with perplexity: the exponential of the mean loss over all predicted tokens."""
+        data = self._scored(frame, tokenizer, split)
         (losses,) = predict(
             model,
-            self.columns(frame, tokenizer, split),
+            data,
             default_data_collator,
             batch,
             lambda outputs, inputs: (_token_losses(outputs["logits"], inputs["labels"]),),
         )
-        rows = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
-        loss = float(rows["loss"].mean())
+        rows = self._rows(losses.astype(np.float64), data["labels"])
+        loss = float(np.average(rows["loss"], weights=_weights(rows)))
         # Capped, so that a very bad model has a finite perplexity.
         return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, rows)
+
+    def _rows(self, losses: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+        """Return each window's mean loss over its scored tokens and, if windows score different numbers, the number.
+
+        Args:
+            losses: loss of each token but the first, 0 where it is not scored, `(windows, max_length - 1)`.
+            labels: `(windows, max_length)`.
+        """
+        tokens = (labels[:, 1:] != IGNORED).sum(axis=1)
+        rows = pd.DataFrame({"loss": losses.sum(axis=1) / tokens})
+        return rows.assign(tokens=tokens) if self.spec.stride else rows
 
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
@@ -194,20 +235,50 @@ class LanguageModeling(NlpTask):
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Score a unigram model: a token's probability is its count in the training blocks plus one, normalized."""
         seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
-        blocks = np.array(self.columns(frame, tokenizer, "test")["input_ids"])
-        counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
+        labels = self._scored(frame, tokenizer, "test")["labels"]
+        counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), labels.max() + 1)) + 1
         losses = -np.log(counts / counts.sum())
-        return pd.DataFrame({"loss": losses[blocks[:, 1:]].mean(axis=1)})
+        following = labels[:, 1:]
+        return self._rows(np.where(following == IGNORED, 0.0, losses[following.clip(min=0)]), labels)
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        return on_draws.perplexity(rows["loss"])
+        return on_draws.perplexity(rows["loss"], _weights(rows))
 
 
-def _pieces(rows: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _weights(rows: pd.DataFrame) -> pd.Series[float]:
+    """Return the weight of each window in the mean loss: its number of scored tokens, or 1 if that is the same."""
+    return rows["tokens"].astype(float) if "tokens" in rows else pd.Series(1.0, index=rows.index)
+
+
+def _pieces(rows: Sequence[str], tokenizer: Tokenizer, separator: str | None) -> Iterator[np.ndarray]:
     """Yield the token ids of the joined rows in pieces: tokenizing all at once takes 100 times the text's memory."""
+    if separator and separator.strip():
+        yield from _documents([row for row in rows if row], tokenizer, separator)
+        return
+    between = _SEPARATOR if separator is None else separator
     for start in range(0, len(rows), _ROWS):
-        piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
+        piece = between.join(rows[start : start + _ROWS]) + (between if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+
+
+def _documents(rows: Sequence[str], tokenizer: Tokenizer, separator: str) -> Iterator[np.ndarray]:
+    """Yield the token ids of each row, and the token `separator` between two rows.
+
+    Raises:
+        StageError: the tokenizer has no such token.
+    """
+    if separator not in tokenizer.get_vocab():
+        raise StageError(
+            f"the tokenizer has no token {separator}, which data.separator or a separator in evaluate.texts names: "
+            f"write one of its special tokens ({', '.join(tokenizer.all_special_tokens)}), or white space"
+        )
+    end = np.array([tokenizer.convert_tokens_to_ids(separator)])
+    for start in range(0, len(rows), _ROWS):
+        documents = tokenizer(list(rows[start : start + _ROWS]), add_special_tokens=False, verbose=False)["input_ids"]
+        for position, ids in enumerate(documents, start):
+            if position:
+                yield end
+            yield np.array(ids, np.int64)
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:

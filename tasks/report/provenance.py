@@ -57,10 +57,17 @@ def base(model: schema.Model) -> str:
 
 
 def cut(data: schema.Data) -> str:
-    """Describe how long the text of an example is."""
-    if task_class(data.task).running_text:
-        return f"each a block of {data.max_length} tokens of the text"
-    return f"texts are cut to {data.max_length} tokens"
+    """Describe how long the text of an example is and, for a language model, how it is scored and calibrated."""
+    if not task_class(data.task).running_text:
+        return f"texts are cut to {data.max_length} tokens"
+    scored = (
+        f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that every token is scored "
+        f"once, after at least {data.max_length - data.stride} others"
+        if data.stride
+        else f"each a block of {data.max_length} tokens of the text, scored without overlap"
+    )
+    drawn = "; calibration blocks begin at random tokens of the training text" if data.calibration_blocks else ""
+    return scored + drawn
 
 
 def recipes_yaml(results: Results, names: Iterable[str]) -> str:

@@ -156,6 +156,8 @@ class Results:
     targets: tuple[Target, ...]
     census: Census
     """Numbers of parameters of the original model, by kind of layer."""
+    calibration_warnings: tuple[str, ...]
+    """What is misleading about the calibration data."""
     dense: DenseReport
     curve: Curve
     control: str
@@ -312,6 +314,7 @@ def load_results() -> Results:
         task=task,
         targets=layers.targets,
         census=layers.census,
+        calibration_warnings=layers.warnings,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         control=schema.section("study.control", str),

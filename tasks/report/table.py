@@ -11,7 +11,7 @@ from functools import partial
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME, Size, Times
+from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME, Score, Size, Times
 from tasks.nlp_tasks import kind_of
 from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
@@ -20,6 +20,8 @@ from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Resu
 from tasks.report.runtimes import TITLES, runtime_results, runtime_rows
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
+TEXTS = "texts."
+"""Prefix of the CSV columns of evaluate.texts: texts.NAME, and before recovery factorized.texts.NAME."""
 ZERO_SHOT = "zero_shot."
 """Prefix of the CSV columns of zero-shot tasks, which come last: zero_shot.TASK.METRIC, with the names of lm-eval."""
 
@@ -39,6 +41,10 @@ class Entry:
     metric: float
     zero_shot: Mapping[str, float] = field(default_factory=dict)
     """TASK.METRIC → value."""
+    texts: Mapping[str, float] = field(default_factory=dict)
+    """Name of a text in evaluate.texts → metric."""
+    factorized_texts: Mapping[str, float] = field(default_factory=dict)
+    """The same before recovery."""
     factorized: float | None = None
     shaped: float | None = None
     steps: int | None = None
@@ -63,6 +69,7 @@ def references(results: Results) -> list[Entry]:
             scored=scored,
             metric=report.score.metric,
             zero_shot=_flat(report.zero_shot),
+            texts=_metrics(report.texts),
             steps=0,
             target_parameters=results.target_parameters,
             size=results.dense.size,
@@ -81,6 +88,8 @@ def entry(candidate: CandidateResults) -> Entry:
         scored=candidate.after,
         metric=candidate.recovered,
         zero_shot=_flat(candidate.evaluation.zero_shot),
+        texts=_metrics(candidate.evaluation.texts),
+        factorized_texts=_metrics(candidate.evaluation.factorized_texts),
         factorized=candidate.factorized,
         shaped=candidate.shaped,
         steps=candidate.decision.steps,
@@ -94,6 +103,10 @@ def entry(candidate: CandidateResults) -> Entry:
 
 def _flat(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{task}.{metric}": value for task, values in zero_shot.items() for metric, value in values.items()}
+
+
+def _metrics(texts: Mapping[str, Score]) -> dict[str, float]:
+    return {name: text.metric for name, text in texts.items()}
 
 
 def to_csv(results: Results) -> str:
@@ -136,6 +149,9 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
             "shaped": model.shaped,
             "control": control.metric,
             **ends,
+            **{f"{TEXTS}{name}": model.texts[name] for name in dense.texts},
+            **{f"factorized.{TEXTS}{name}": model.factorized_texts.get(name) for name in dense.texts},
+            **{f"dense.{TEXTS}{name}": value for name, value in dense.texts.items()},
             **{f"{ZERO_SHOT}{name}": model.zero_shot[name] for name in dense.zero_shot},
             **{f"dense.{ZERO_SHOT}{name}": value for name, value in dense.zero_shot.items()},
         }
@@ -166,6 +182,7 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
         AFTER: cell(model.metric, score),
         "vs. original": _compared(results, model, DENSE),
         "vs. control": _compared(results, model, CONTROL),
+        **_texts(results, model),
         "target parameters": _relative(model.target_parameters, results.target_parameters, count),
     }
     for head, name, text in (
@@ -175,6 +192,27 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
     ):
         cells[head] = _relative(getattr(model.size, name, None), getattr(results.dense.size, name), text)
     return Row(model.name, {**cells, "speed": _speedup(model.speedup, model.timed)}, mark)
+
+
+def _texts(results: Results, model: Entry) -> dict[str, Cell]:
+    """Return a cell for each text of evaluate.texts: the metric, and how many times that of the original model it is.
+
+    Below are the same two numbers before fine-tuning, if that changed them.
+    """
+    cells = {}
+    for name, text in results.dense.texts.items():
+        value, before = model.texts.get(name), model.factorized_texts.get(name)
+        below = [] if value is None else [times(value / text.metric)]
+        if before is not None and before != value:
+            below.append(f"{score(before)} ({times(before / text.metric)}) {BEFORE}")
+        cells[f"{results.metric.title} on {name}"] = cell(value, score, "\n".join(below))
+    return cells
+
+
+def text_rows(results: Results) -> list[Row]:
+    """Return the rows of the table of other texts, one for each model."""
+    models = [*references(results), *map(entry, results.candidates)]
+    return [Row(model.name, _texts(results, model)) for model in models]
 
 
 def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell:
@@ -218,8 +256,8 @@ def legend(results: Results, mark: str) -> list[str]:
 def notes(results: Results) -> list[str]:
     """Return notes on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
     sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
-    if results.census.warning:
-        sentences.append(results.census.warning)
+    sentences += filter(None, [results.census.warning])
+    sentences += [f"Calibration: {warning}." for warning in results.calibration_warnings]
     names = {model.scored: model.name for model in (*references(results), *map(entry, results.candidates))}
     exported = [result for result in runtime_results(results) if result.runtime != "torch"]
     names |= {result.scored: f"{result.model} in {TITLES[result.runtime]}" for result in exported}
@@ -237,6 +275,9 @@ def to_text(results: Results) -> str:
     tables = [_candidates(results)]
     if goals := goal_rows(results):
         tables.append(terminal_table("goals", "goal", goals))
+    if results.dense.texts:
+        title = f"other texts; {results.metric.title} and its multiple of the original model's"
+        tables.append(terminal_table(title, "model", text_rows(results)))
     if results.exports:
         title = "exported files; speed as a multiple of the original model in torch, at examples × tokens"
         tables.append(terminal_table(title, "model", runtime_rows(results)))

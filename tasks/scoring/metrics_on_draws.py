@@ -39,8 +39,10 @@ def mean_of(values: pd.Series) -> OnDraws:
     return of_sums(_with_ones(values), _ratio)
 
 
-def perplexity(losses: pd.Series) -> OnDraws:
-    return of_sums(_with_ones(losses), lambda sums: np.exp(np.minimum(_ratio(sums), 700.0)))
+def perplexity(losses: pd.Series[float], weights: pd.Series[float]) -> OnDraws:
+    """Return e to the mean loss, in which each drawn row has its weight, such as its number of tokens."""
+    parts = np.stack([losses * weights, weights], axis=1)
+    return of_sums(parts, lambda sums: np.exp(np.minimum(_ratio(sums), 700.0)))
 
 
 def pearson(rows: pd.DataFrame) -> OnDraws:

@@ -1,6 +1,7 @@
-"""Score a model on the test and the validation split, in the stages dense and evaluate.
+"""Score a model on the test and the validation split and on other texts, in the stages dense and evaluate.
 
 Test scores are for reports and for the gates of a promotion; validation scores are for choosing candidates and trials.
+Other texts show what a language model lost where it was not calibrated.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.artifacts.results_schema import Scores, predictions_file
-from tasks.artifacts.task_spec import Split, Task, load_split, load_task
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.results_schema import Score, Scores, predictions_file
+from tasks.artifacts.task_spec import Split, Task, load_split, load_task, load_texts
 from tasks.config.schema import Evaluate, section
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Scored
@@ -45,12 +47,36 @@ class Scorer:
         say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.examples} {split} examples")
         return scored
 
+    def on_texts(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Score]:
+        """Score a language model on each text of evaluate.texts, as if it were the test split.
+
+        Raises:
+            StageError: a text is shorter than a block, or the tokenizer lacks its separator.
+        """
+        scores: dict[str, Score] = {}
+        for text, rows in load_texts().items() if self.settings.texts else ():
+            settings, task = self.settings.texts[text], self.task
+            sizes = {**task.sizes, "test": settings.examples}
+            kind = kind_of(task.model_copy(update={"sizes": sizes, "separator": settings.separator}))
+            try:
+                scores[text] = kind.score(model, tokenizer, rows, self.settings.batch_size, "test").score
+            except StageError as error:
+                raise StageError(f"evaluate.texts.{text}: {error}") from error
+            say(f"{name}: {task.metric} {scores[text].metric:.4f} on {scores[text].examples} examples of {text}")
+        return scores
+
     def all_scores(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, scored: Scored | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        scored: Scored | None = None,
+        texts: Mapping[str, Score] | None = None,
     ) -> tuple[Scores, Predictions]:
         """Return all scores of a model that may be promoted, and its per-example results.
 
-        `scored` is the result on the test split if it was computed before; None: it is computed here.
+        `scored` is the result on the test split, and `texts` those on other texts, if they were computed before; None:
+        they are computed here.
         """
         test, settings = scored or self.score_on("test", model, tokenizer, name), self.settings
         validation = self.score_on("validation", model, tokenizer, name)
@@ -58,6 +84,7 @@ class Scorer:
             score=test.score,
             validation=validation.score,
             zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
+            texts=self.on_texts(model, tokenizer, name) if texts is None else dict(texts),
             continuations=continuations(model, tokenizer, self.task, self.splits["test"], settings.continuation),
         )
         return scores, {"test": test.predictions, "validation": validation.predictions}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from datasets import Dataset
 from tasks.artifacts.paths import WRITTEN
 from tasks.artifacts.task_spec import load_split
 from tasks.data.loading import encoded, mixed
-from tests.tasks.nlp_tasks.test_language_modeling import lines, model, params, tokenizer
+from tests.tasks.nlp_tasks.test_language_modeling import END, lines, model, params, tokenizer
 from tests.workspace import REPOSITORY, run_stage, write_params
 
 Block = tuple[int, ...]
@@ -88,11 +89,12 @@ def test_a_model_that_cannot_write_such_a_block_is_an_error(workspace: Path) -> 
 
 
 def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
-    texts = [{"source": OTHER, "examples": 5}, {"source": "data/raw/text.txt", "examples": 3}]
+    texts = [{"source": OTHER, "examples": 5}, {"source": "data/raw/text.txt", "examples": 3, "separator": "</s>"}]
     blocks = calibration("extract", calibration_texts=texts)
     given = calibration("extract")
     upper = [block for block in blocks if tokenizer().decode(block).isupper()]
     assert (len(blocks), len(upper), len(given)) == (16, 5, 8)
+    assert 0 < sum(END in block for block in blocks) <= 3
     assert [block for block in blocks if block in given] == given
 
 
@@ -104,7 +106,7 @@ def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
 def test_a_text_is_read_without_what_a_study_of_it_is_scored_on(workspace: Path, source: dict[str, Any]) -> None:
     own = {"source": source["source"], "split": source.get("splits", {}).get("train", "train")}
     calibration("extract", **source, calibration_texts=[own])
-    rows = set(pd.read_parquet("data/splits/calibration_texts.parquet")["text"])
+    rows = {*json.loads(Path("data/splits/calibration_texts.json").read_text())[0]["rows"]}
     assert rows
     assert rows <= set(load_split("train")["text"])
     assert not rows & {*load_split("validation")["text"], *load_split("test")["text"]}

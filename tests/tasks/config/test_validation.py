@@ -293,6 +293,8 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
         ("target_length", 8, "summarization"),
         ("prefix", "summarize: ", "summarization"),
         ("stride", 8, "question_answering"),
+        ("separator", "</s>", "language_modeling"),
+        ("calibration_blocks", "random", "language_modeling"),
     ],
 )
 def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskName) -> None:
@@ -345,6 +347,27 @@ def test_only_a_language_model_is_calibrated_with_other_texts(data: dict[str, An
 def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data: dict[str, Any], path: str) -> None:
     source = {"source": "data/raw/wiki", "splits": {"train": "old", "test": "new"}}
     only(tiny(data=data_of("language_modeling", **source, **data)), path)
+
+
+def test_a_text_to_score_on_is_none_to_calibrate_with() -> None:
+    data = data_of("language_modeling", calibration_texts=[{"source": "news"}, {"source": "editorials"}])
+    only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.1")
+
+
+def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:
+    params = tiny(evaluate={"texts": {"news": {"source": "news"}}})
+    only(params, "evaluate.texts")
+    params = merged(params, {"data": data_of("language_modeling")})
+    assert mistakes(params) == []
+    misspelled = merged(params, {"evaluate": {"texts": {"news": {"separater": ""}}}})
+    only(misspelled, "evaluate.texts.news.separater")
+    wrong = merged(params, {"evaluate": {"texts": {"a/b": {"source": "news"}, "c": {}}}})
+    assert paths(mistakes(wrong)) == ["evaluate.texts.a/b", "evaluate.texts.c.source"]
+
+
+def test_windows_of_a_language_model_overlap() -> None:
+    assert mistakes(tiny(data=data_of("language_modeling", stride=15))) == []
+    assert "16" in advice(only(tiny(data=data_of("language_modeling", stride=16)), "data.stride"))
 
 
 def test_summaries_have_a_length() -> None:

@@ -73,6 +73,16 @@ def test_the_source_distribution_is_taken_where_there_is_a_wheel_too(index: Path
         assert file.read_text() == "of the wheel"
 
 
+def test_a_wheel_of_another_python_is_found_by_its_version(index: Path) -> None:
+    """Compiled code is never loaded, so files can be read out of a wheel that does not fit."""
+    write_wheel(index, "toy_compiled", "1.0", {"d.txt": "delta"})
+    (index / "toy_compiled-1.0-py3-none-any.whl").rename(index / "toy_compiled-1.0-cp39-none-any.whl")
+    with member("pypi://toy-compiled==1.0/d.txt", python="3.9") as file:
+        assert file.read_text() == "delta"
+    with pytest.raises(StageError, match="toy-compiled"), member("pypi://toy-compiled==1.0/d.txt"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("address", "named"),
     [

@@ -132,6 +132,24 @@ class TestSummary:
     ) -> None:
         assert summary.cells(made_up(metric, seeds)).set_index(CANDIDATE).loc[("b", "0.5"), head] == cell
 
+    def test_other_texts_have_a_table_with_the_multiple_of_the_dense_model_s_perplexity(self) -> None:
+        rows = made_up("perplexity", seeds=2)
+        for number, (name, own) in enumerate({"news": [30.0, 60.0], "editorials": [45.0, 45.0]}.items(), start=1):
+            rows[f"dense.texts.{name}"] = 20.0 * number
+            rows[f"texts.{name}"] = rows.seed.map(dict(zip(rows.seed.unique(), own, strict=True)))
+        dense, *others = summary.texts(rows).to_dict("records")
+        assert dense == {
+            "recipe": "dense",
+            "keep": "–",
+            "news": "20.00 ± 0.00",
+            "news ÷ original": "1.000 ± 0.000",
+            "editorials": "40.00 ± 0.00",
+            "editorials ÷ original": "1.000 ± 0.000",
+        }
+        assert {line["news"] for line in others} == {"45.00 ± 21.21"}
+        assert {line["news ÷ original"] for line in others} == {"2.250 ± 1.061"}
+        assert {line["editorials ÷ original"] for line in others} == {"1.125 ± 0.000"}
+
     def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
         """Shares in percent, a perplexity as it is."""
         values = {"piqa.acc": (0.6, 0.75), "wikitext.word_perplexity": (12.5, 11.5)}

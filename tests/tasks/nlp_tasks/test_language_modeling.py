@@ -28,12 +28,15 @@ from transformers import (
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.model.targets import Targets, Tied
 from tasks.artifacts.paths import TARGETS
-from tasks.artifacts.task_spec import Task, load_split, load_task
+from tasks.artifacts.task_spec import Task, load_split, load_task, load_texts
 from tasks.config.schema import Model
 from tasks.data.loading import encoded
+from tasks.extract import extract
 from tasks.models.base_model import load_base
 from tasks.nlp_tasks import kind_of, language_modeling
 from tasks.runtime.stage_runner import StageError
+from tasks.scoring.bootstrap import RESAMPLES, resampled
+from tasks.scoring.splits import load_scorer
 from tests.workspace import a_task, reviews, run_stage, run_study, tiny_params, write_params
 
 ALPHABET = sorted(ByteLevel.alphabet())
@@ -61,9 +64,9 @@ def model(seed: int = 0) -> PreTrainedModel:
         return LlamaForCausalLM(config).eval()
 
 
-def task(length: int = 8, sizes: dict[str, int] | None = None) -> Task:
+def task(length: int = 8, sizes: dict[str, int] | None = None, **options: Any) -> Task:
     sizes = sizes or dict.fromkeys(("train", "validation", "test", "calibration"), 1000)
-    return a_task("language_modeling", (), "perplexity", length).model_copy(update={"sizes": sizes})
+    return a_task("language_modeling", (), "perplexity", length).model_copy(update={"sizes": sizes, **options})
 
 
 def rows(*texts: str) -> pd.DataFrame:
@@ -100,6 +103,34 @@ class TestBlocks:
         assert set(calibration) <= set(train)
         assert train != other
 
+    def test_random_calibration_blocks_are_windows_of_the_text_and_more_of_them_begin_with_the_same(self) -> None:
+        """There may be more of them than fit into the text side by side."""
+        text = tokenizer()("abc\n\ndefgh")["input_ids"]
+        few, many, other = (
+            kind_of(task(4, {"train": 1, "calibration": count}, calibration_blocks="random", seed=seed)).encode(
+                rows("abc", "defgh"), tokenizer(), "calibration"
+            )["input_ids"]
+            for count, seed in ((5, 0), (90, 0), (90, 1))
+        )
+        assert many[:5] == few
+        assert {tuple(block) for block in many} == {tuple(text[place : place + 4]) for place in range(7)}
+        assert sorted(other) != sorted(many)
+
+    @pytest.mark.parametrize(
+        ("separator", "joined"), [("</s>", "abc</s>defgh</s>i"), ("", "abcdefghi"), ("\n", "abc\n\ndefgh\ni")]
+    )
+    def test_what_stands_between_rows(self, separator: str, joined: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """White space, also around an empty row, or a token, which ends a document: an empty row is none."""
+        for at_a_time in (1, 10_000):
+            monkeypatch.setattr(language_modeling, "_ROWS", at_a_time)
+            data = kind_of(task(3, separator=separator)).encode(rows("abc", "", "defgh", "i"), tokenizer(), "test")
+            ids = tokenizer()(joined)["input_ids"]
+            assert data["input_ids"] == [ids[place : place + 3] for place in range(0, len(ids) - 2, 3)]
+
+    def test_a_separator_that_is_no_token_is_an_error_that_names_those_that_are(self) -> None:
+        with pytest.raises(StageError, match=r"<eos>.*</s>"):
+            kind_of(task(separator="<eos>")).encode(rows("abc"), tokenizer(), "test")
+
     def test_a_text_shorter_than_a_block_is_an_error_that_says_so(self) -> None:
         with pytest.raises(StageError, match=r"\btest\b.*\b3\b.*data\.max_length=8"):
             kind_of(task(8)).encode(rows("abc"), tokenizer(), "test")
@@ -115,6 +146,45 @@ def test_perplexity_is_e_to_the_mean_loss_and_finite(scale: float) -> None:
     assert score.metric == pytest.approx(math.exp(min(score.loss, 700)))
     if not scale:
         assert score.metric == pytest.approx(END + 1, rel=1e-5)
+
+
+class TestStride:
+    @pytest.mark.parametrize("stride", [1, 3, 7])
+    def test_every_token_is_scored_once_after_all_that_its_window_holds(self, stride: int) -> None:
+        """By a model for each token: the loss of a token after the tokens of its window. The rest is dropped."""
+        llama, length = model(), 8
+        ids = torch.tensor(tokenizer()(TEXT[:40])["input_ids"])
+        ends = range(length, len(ids) + 1, stride)
+        expected = []
+        for end in ends:
+            with torch.no_grad():
+                logits = llama(input_ids=ids[None, end - length : end]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, ids[end - length + 1 : end], reduction="none")
+            expected.append(losses if end == length else losses[-stride:])
+        assert sum(map(len, expected)) == ends[-1] - 1
+        scored = kind_of(task(length, stride=stride)).score(llama, tokenizer(), rows(TEXT[:40]), 4, "test")
+        assert scored.score.loss == pytest.approx(float(torch.cat(expected).mean()), rel=1e-5)
+        assert scored.predictions["tokens"].tolist() == [len(losses) for losses in expected]
+
+    def test_a_sample_of_windows_keeps_the_context_of_each(self) -> None:
+        """And the intervals draw windows, each with the number of tokens that it scores."""
+        scored, sizes = [], {"train": 1000, "test": 4}
+        for spec in (task(8, stride=3), task(8, sizes, stride=3)):
+            scored.append(kind_of(spec).score(model(), tokenizer(), rows(TEXT[:60]), 4, "test"))
+        whole, sample = (each.predictions for each in scored)
+        assert len(sample) == 4
+        assert {tuple(row) for row in sample.round(4).to_numpy()} < {tuple(row) for row in whole.round(4).to_numpy()}
+        draws = resampled(task(8, stride=3), {"whole": whole})["whole"]
+        drawn = np.random.default_rng(0).integers(len(whole), size=(RESAMPLES, len(whole)))[0]
+        chosen = whole.iloc[drawn]
+        assert draws[0] == pytest.approx(math.exp((chosen.loss * chosen.tokens).sum() / chosen.tokens.sum()))
+
+    def test_it_changes_what_is_scored_and_not_what_is_trained_or_calibrated(self) -> None:
+        for split in ("train", "validation", "calibration"):
+            blocks, other = (
+                kind_of(spec).encode(rows(TEXT), tokenizer(), split)["labels"] for spec in (task(), task(stride=2))
+            )
+            assert blocks == other
 
 
 @pytest.fixture
@@ -167,12 +237,32 @@ class TestStages:
         run_stage("extract")
         assert [load_split(name)["text"][0] for name in names] == [f" = {name} = \n" for name in names]
 
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [({"source": "data/raw/none.txt"}, "data/raw/none.txt"), ({"source": "data/raw/text.txt", "column": "c"}, "c")],
+    )
+    def test_a_text_that_cannot_be_read_is_named(self, workspace: Path, text: dict[str, str], error: str) -> None:
+        settings = params()
+        settings["evaluate"]["texts"] = {"other": text}
+        write_params(workspace, settings)
+        with pytest.raises(StageError, match=rf"evaluate\.texts\.other: .*{error}"):
+            extract()
+
+    def test_a_text_shorter_than_a_block_is_named(self, workspace: Path) -> None:
+        settings = params()
+        settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt"}}
+        Path("data/raw/other.txt").write_text("abc")
+        write_params(workspace, settings)
+        extract()
+        with pytest.raises(StageError, match=r"evaluate\.texts\.other: .*\b3\b"):
+            load_scorer().on_texts(model(), tokenizer(), "dense")
+
     def test_from_text_to_a_comparison(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """With the weight that embedding and head share, by each kind of search that knows it.
 
         A recipe without steps of fine-tuning is scored once.
         """
-        settings = params()
+        settings = params(sizes={"calibration": 1})
         settings["targets"]["tied"] = True
         tolerance = {"kind": "tolerance", "increase": None, "grid": 3, "examples": 4, "times": "macs"}
         svd = settings["recipes"]["svd"]
@@ -180,9 +270,13 @@ class TestStages:
         svd["recovery"] = {**svd["recovery"], "steps": 0}
         recipes = ("svd", "kfac", "tolerance")
         settings["study"]["recipes"] = list(recipes)
+        settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt", "separator": "</s>", "examples": 5}}
+        Path("data/raw/other.txt").write_text("\n".join(lines(2)))
         write_params(workspace, settings)
         run_study(*recipes)
-        assert len(re.findall("recovered: .* test examples", capsys.readouterr().out)) == 2
+        said = capsys.readouterr().out
+        for scored in ("test examples", "examples of other"):
+            assert len(re.findall(f"recovered: .* {scored}", said)) == 2
         (tied,) = (
             target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
         )
@@ -196,7 +290,16 @@ class TestStages:
         again = kind_of(load_task()).score(loaded, tokenizer(), load_split("test"), 8, "test").score
         assert recovered["metric"] == pytest.approx(again.metric, rel=1e-5)
         assert recovered["metrics"] == {"perplexity": recovered["metric"]}
-        assert len(encoded("calibration", tokenizer())) == 8
+        spec = load_task().model_copy(update={"sizes": {**load_task().sizes, "test": 5}, "separator": "</s>"})
+        other = kind_of(spec).score(loaded, tokenizer(), rows(*load_texts()["other"]["text"]), 8, "test").score
+        assert reports["kfac"]["texts"]["other"]["metric"] == pytest.approx(other.metric, rel=1e-5)
+        assert reports["kfac"]["texts"]["other"]["examples"] == other.examples == 5
+        assert reports["svd"]["texts"] == reports["svd"]["factorized_texts"]
+        assert (
+            "linear layers read fewer tokens than they have input features"
+            in Path("reports/comparison.html").read_text()
+        )
+        assert len(encoded("calibration", tokenizer())) == 1
         assert "lower is better" in Path("reports/comparison.html").read_text()
         dense = json.loads(Path("reports/dense.json").read_text())["continuations"]
         small = reports["kfac"]["continuations"]

@@ -770,6 +770,30 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")
 
 
+def test_other_texts_are_columns_with_their_multiple_of_the_original_model_s() -> None:
+    make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
+    compare.compare()
+    assert "news" not in page()
+    control = json.loads(Path("reports/dense.json").read_text())["control"]
+    dense, before, own = ({"news": score(value)} for value in (16.0, 48.0, 24.0))
+    edit("reports/dense.json", texts=dense, control={**control, "texts": dense})
+    edit("reports/evaluate/svd-0.5.json", texts=own, factorized_texts=before)
+    compare.compare()
+    assert "perplexity on news" in page()
+    assert "48.00 (3.00 ×) before fine-tuning" in plain(page())
+    assert plain("24.00 (1.50 ×)") in plain(Path("reports/comparison.txt").read_text())
+    control_line, line = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
+    assert [float(line[name]) for name in ("texts.news", "factorized.texts.news", "dense.texts.news")] == [24, 48, 16]
+    assert control_line["factorized.texts.news"] == ""
+
+
+def test_what_is_misleading_about_the_calibration_stands_on_the_page() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    edit("data/importance/targets.json", warnings=["3 of 4 linear layers read fewer tokens"])
+    compare.compare()
+    assert "Calibration: 3 of 4 linear layers read fewer tokens." in page()
+
+
 def test_what_language_models_write_is_shown_as_text_alone() -> None:
     """It may be anything, Markdown and HTML too."""
     make_study(["svd", "kfac"], [0.5], ["map"], metric="perplexity", dense=20.0)
