@@ -73,7 +73,8 @@ def test_calibration_examples_are_given_ones_and_written_ones(
     only_own = calibration("extract", "write", sizes={"calibration": 0}, written={"examples": 4, "batch_size": 3})
     assert WRITTEN.read_bytes() == before
     assert only_own == own
-    assert calibration("extract", "write", seed=1, written={"examples": 4, "batch_size": 3}) != all_blocks
+    calibration("extract", "write", seed=1, written={"examples": 4, "batch_size": 3})
+    assert written() != own
 
 
 def test_a_text_may_start_with_tokens_of_the_training_text_or_the_model_s_own(workspace: Path) -> None:
