@@ -656,7 +656,7 @@ def pin_inputs() -> None:
         change = "already the newest" if pin.now == pin.before else f"was {pin.before or 'null'}"
         print(f"{pin.section}.revision: {pin.now} of {pin.name}, {change}")
     if not pins:
-        print("Nothing to pin: model.base and data.source are not on the hub, or name a branch or tag.")
+        print("Nothing to pin: base model, data and texts are not on the hub, or name a branch or tag.")
 
 
 @_command("Share", "eckart push")

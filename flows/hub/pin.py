@@ -1,4 +1,4 @@
-"""Pin the base model and the data set of a study to their newest commits on the Hugging Face hub."""
+"""Pin the base model and the data sets of a study to their newest commits on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pin:
     """A revision in params.yaml that `pin` set to the newest commit."""
 
     section: str
-    """Section of params.yaml: model or data."""
+    """Place in params.yaml: model, data, or evaluate.texts.NAME."""
     name: str
     """Name of the repository on the hub."""
     before: str | None
@@ -36,7 +36,7 @@ class Pin:
 
 
 def pin() -> list[Pin]:
-    """Write the newest commits of the base model and the data set into params.yaml, for those that are on the hub.
+    """Write the newest commits of the base model and the data sets into params.yaml, for those that are on the hub.
 
     A revision in params.yaml that is a branch or a tag stays, since somebody chose it.
 
@@ -52,14 +52,28 @@ def pin() -> list[Pin]:
         ("model", hub_id(model.base), model.revision, api.model_info),
         ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),
     ]
+    inputs += [
+        (f"evaluate.texts.{name}", hub_id(text.source, PACKAGED), text.revision, api.dataset_info)
+        for name, text in typed_section("evaluate").texts.items()
+    ]
     pins = [
         Pin(part, name, revision, _newest(name, newest))
         for part, name, revision, newest in inputs
         if name and (revision is None or _COMMIT.fullmatch(revision))
     ]
-    if new := {pin.section: {"revision": pin.now} for pin in pins if pin.now != pin.before}:
+    if changed := [pin for pin in pins if pin.now != pin.before]:
+        new: dict[str, Any] = {}
+        for pin in changed:
+            yaml_edit.change(new, _at(pin.section, {"revision": pin.now}))
         yaml_edit.update(new)
     return pins
+
+
+def _at(place: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping that has `content` at the dotted path `place`."""
+    for key in reversed(place.split(".")):
+        content = {key: content}
+    return content
 
 
 def _newest(name: str, info: Callable[..., Any]) -> str:

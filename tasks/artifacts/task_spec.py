@@ -49,7 +49,7 @@ class Task(BaseModel):
     separator: str | None = None
     """White space or a token between the rows of running text; None: an empty line."""
     calibration_blocks: Literal["random"] | None = None
-    """How calibration blocks of running text are drawn; None: they are a sample of the training blocks."""
+    """`random`: calibration blocks begin at random tokens of running text; None: they are a sample of its blocks."""
 
 
 def load_task() -> Task:

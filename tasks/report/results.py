@@ -157,7 +157,7 @@ class Results:
     census: Census
     """Numbers of parameters of the original model, by kind of layer."""
     calibration_warnings: tuple[str, ...]
-    """What is misleading about the calibration data."""
+    """Warnings about misleading calibration data, such as too few tokens."""
     dense: DenseReport
     curve: Curve
     control: str

@@ -163,7 +163,9 @@ def test_zero_steps_of_recovery_leave_a_model_as_it_is(own_workspace: Path) -> N
     run_stage("control")
     run_stage("dense")
     dense = read("reports/dense.json")
-    assert dense["control"] == {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
+    assert dense["control"] == {
+        name: dense[name] for name in ("score", "validation", "zero_shot", "texts", "continuations")
+    }
     assert digests(Path("models/control"))["model.safetensors"] == digests(Path("models/teacher"))["model.safetensors"]
 
 

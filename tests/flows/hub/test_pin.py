@@ -43,6 +43,15 @@ def revisions(file: Path) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.usefixtures("there")
+def test_a_text_of_the_hub_is_pinned_too(params: Path) -> None:
+    yaml_edit.update({"evaluate": {"texts": {"a": {"source": "someone/reviews"}, "b": {"source": "news"}}}})
+    assert ("evaluate.texts.a", None, NEW) in {(pinned.section, pinned.before, pinned.now) for pinned in pin()}
+    texts = yaml_edit.yaml().load(params.read_text())["evaluate"]["texts"]
+    assert texts == {"a": {"source": "someone/reviews", "revision": NEW}, "b": {"source": "news"}}
+    assert revisions(params) == (NEW, NEW)
+
+
+@pytest.mark.usefixtures("there")
 def test_a_revision_that_is_null_or_a_commit_becomes_the_newest_and_all_else_stays(params: Path) -> None:
     yaml_edit.update({"data": {"revision": OLD}})
     before = params.read_text()

@@ -742,6 +742,8 @@ def test_targets_have_short_names_and_layers() -> None:
         (numbers.count(999_960), "1.00 M"),
         (numbers.size(90_867_952), "90.9 MB"),
         (numbers.size(12), "12 B"),
+        (numbers.times(1.234), "1.23 ×"),
+        (numbers.times(1e304), "1.0e304 ×"),
         (numbers.score(-0.5), "-0.500"),
         (numbers.score(9.9996), "10.00"),
         (numbers.score(999.96), "1,000"),
