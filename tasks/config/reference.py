@@ -137,7 +137,7 @@ def page() -> str:
         if name == "study":
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
         if name == "evaluate":
-            texts = "Keys of each text in `evaluate.texts`, and of the entries of `data.calibration_texts`."
+            texts = "Keys of each text in `evaluate.texts` and `data.calibration_texts`."
             lines += ["", "### Texts", "", texts, "", *_table(Text)]
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
     lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]

@@ -213,8 +213,8 @@ class Data(Section):
     task: TaskName = Field("classification", description="kind of NLP task, from docs/reference/tasks.md")
     metric: MetricName = Field("accuracy", description="metric that ranks candidates, from docs/reference/tasks.md")
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
-    calibration_texts: tuple[Text, ...] = Field(
-        (), description="other texts for the calibration statistics, such as [{source: editorials, examples: 64}]"
+    calibration_texts: dict[Name, Text] = Field(
+        {}, description="other texts to calibrate a language model with, by name: {news: {source: news, examples: 64}}"
     )
     written: Written = Field(Written(), description="text for the calibration statistics that the model writes itself")
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")

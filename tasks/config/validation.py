@@ -259,7 +259,7 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
     """
     written, texts = data.written, data.calibration_texts
     if not task_class(data.task).running_text:
-        for key, stated, none in (("written.examples", written.examples, 0), ("calibration_texts", texts, [])):
+        for key, stated, none in (("written.examples", written.examples, 0), ("calibration_texts", texts, "{}")):
             if stated:
                 yield f"data.{key}: is only for language models, and data.task is {data.task}; write {none}"
     if not (data.sizes.calibration or written.examples or texts):
@@ -268,21 +268,21 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
         yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
     source = os.path.normpath(data.source)
     held_out = {*data.splits.named().values()} - {data.splits.train}
-    for place, text in enumerate(texts):
+    for name, text in texts.items():
         other = os.path.normpath(text.source)
         if other == source and text.config == data.config and text.split in held_out:
             yield (
-                f"data.calibration_texts.{place}.split: is {text.split}, on which candidates are scored; write "
+                f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
                 f"{data.splits.train}"
             )
         if other.startswith(f"{source}{os.sep}"):
             yield (
-                f"data.calibration_texts.{place}.source: is in data.source, where candidates are scored; write "
+                f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
                 f"{data.source} and its split {data.splits.train}"
             )
-        for name, same in scored.items():
+        for own, same in scored.items():
             if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
-                yield f"data.calibration_texts.{place}: is what evaluate.texts.{name} scores; remove one of them"
+                yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

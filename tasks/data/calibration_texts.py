@@ -17,11 +17,11 @@ def read_calibration_texts(params: Data) -> list[dict[str, Any]]:
         StageError: a text cannot be read.
     """
     texts = []
-    for place, text in enumerate(params.calibration_texts):
+    for name, text in params.calibration_texts.items():
         try:
             rows = _training_rows(text, params)
         except StageError as error:
-            raise StageError(f"data.calibration_texts.{place}: {error}") from error
+            raise StageError(f"data.calibration_texts.{name}: {error}") from error
         texts.append({"rows": rows, "separator": text.separator, "examples": text.examples})
     return texts
 

@@ -92,7 +92,8 @@ def test_a_model_that_cannot_write_such_a_block_is_an_error(workspace: Path) -> 
 
 
 def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
-    texts = [{"source": OTHER, "examples": 5}, {"source": "data/raw/text.txt", "examples": 3, "separator": "</s>"}]
+    own = {"source": "data/raw/text.txt", "examples": 3, "separator": "</s>"}
+    texts = {"upper": {"source": OTHER, "examples": 5}, "own": own}
     blocks = calibration("extract", calibration_texts=texts)
     given = calibration("extract")
     upper = [block for block in blocks if tokenizer().decode(block).isupper()]
@@ -108,7 +109,7 @@ def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
 )
 def test_a_text_is_read_without_what_a_study_of_it_is_scored_on(workspace: Path, source: dict[str, Any]) -> None:
     own = {"source": source["source"], "split": source.get("splits", {}).get("train", "train")}
-    calibration("extract", **source, calibration_texts=[own])
+    calibration("extract", **source, calibration_texts={"own": own})
     rows = {*json.loads(Path("data/splits/calibration_texts.json").read_text())[0]["rows"]}
     assert rows
     assert rows <= set(load_split("train")["text"])
@@ -116,8 +117,8 @@ def test_a_text_is_read_without_what_a_study_of_it_is_scored_on(workspace: Path,
 
 
 def test_a_text_that_is_not_there_is_named(workspace: Path) -> None:
-    write_params(Path(), params(calibration_texts=[{"source": OTHER}, {"source": "data/raw/nothing.txt"}]))
-    with pytest.raises(SystemExit, match=r"data\.calibration_texts\.1: data/raw/nothing\.txt"):
+    write_params(Path(), params(calibration_texts={"a": {"source": OTHER}, "b": {"source": "data/raw/nothing.txt"}}))
+    with pytest.raises(SystemExit, match=r"data\.calibration_texts\.b: data/raw/nothing\.txt"):
         run_stage("extract")
     assert not Path("data/splits").exists()
 

@@ -324,7 +324,7 @@ OTHER = {"source": "data/raw/other.txt"}
     ("data", "path"),
     [
         ({"written": {"examples": 8}}, "data.written.examples"),
-        ({"calibration_texts": [OTHER]}, "data.calibration_texts"),
+        ({"calibration_texts": {"a": OTHER}}, "data.calibration_texts"),
     ],
 )
 def test_only_a_language_model_is_calibrated_with_other_texts(data: dict[str, Any], path: str) -> None:
@@ -338,10 +338,10 @@ def test_only_a_language_model_is_calibrated_with_other_texts(data: dict[str, An
         ({"sizes": {"calibration": 0}}, "data.sizes.calibration"),
         ({"written": {"examples": 8, "prompts": 16}}, "data.written.prompts"),
         (
-            {"calibration_texts": [OTHER, {"source": "./data/raw/wiki", "split": "new"}]},
-            "data.calibration_texts.1.split",
+            {"calibration_texts": {"a": OTHER, "b": {"source": "./data/raw/wiki", "split": "new"}}},
+            "data.calibration_texts.b.split",
         ),
-        ({"calibration_texts": [{"source": "data/raw/wiki/new.txt"}]}, "data.calibration_texts.0.source"),
+        ({"calibration_texts": {"a": {"source": "data/raw/wiki/new.txt"}}}, "data.calibration_texts.a.source"),
     ],
 )
 def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data: dict[str, Any], path: str) -> None:
@@ -350,8 +350,8 @@ def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data:
 
 
 def test_a_text_to_score_on_is_none_to_calibrate_with() -> None:
-    data = data_of("language_modeling", calibration_texts=[{"source": "news"}, {"source": "editorials"}])
-    only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.1")
+    data = data_of("language_modeling", calibration_texts={"a": {"source": "news"}, "b": {"source": "editorials"}})
+    only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.b")
 
 
 def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:
