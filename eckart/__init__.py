@@ -1,7 +1,8 @@
 """Low-rank compression of transformer language models.
 
-`compress` compresses a model in memory (eckart/api.py). Importing this package also teaches transformers to load
-compressed models (eckart/model/hf_format.py) and LSTM language models (eckart/model/lstm.py).
+`compress` compresses a model in memory (eckart/api.py), and `write_text` (eckart/text/self_written.py) gives it text to
+calibrate a language model with. Importing this package also teaches transformers to load compressed models
+(eckart/model/hf_format.py) and LSTM language models (eckart/model/lstm.py).
 """
 
 from importlib import import_module
@@ -11,11 +12,11 @@ from eckart.model import hf_format as _hf_format  # noqa: F401
 from eckart.model import lstm as _lstm  # noqa: F401
 
 if TYPE_CHECKING:
-    from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save
+    from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save, write_text
     from eckart.recipe import Recipe
 
 __version__ = "0.2.0"
-__all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "load", "recipes", "save"]
+__all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "load", "recipes", "save", "write_text"]
 
 
 def __getattr__(name: str) -> Any:

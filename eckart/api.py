@@ -59,6 +59,7 @@ from eckart.ranks.search import ChosenRanks, search_ranks
 from eckart.ranks.search_problem import ByFormula, SearchProblem
 from eckart.recipe import RENAMED, Recipe, complete, contradictions
 from eckart.recipe import recipes as complete_recipes
+from eckart.text.self_written import write_text as write_text
 
 Score = Callable[[PreTrainedModel], float]
 """A function that measures a model; higher is better."""

@@ -6,8 +6,9 @@ import json
 
 import datasets
 
-from tasks.artifacts.task_spec import SPLITS, TEXTS, Task
+from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, TEXTS, Task
 from tasks.config.schema import Data, Name, Text, section
+from tasks.data.calibration_texts import read_calibration_texts
 from tasks.data.reading import load_source, load_text
 from tasks.data.splitting import split_and_convert
 from tasks.runtime.stage_runner import output, run, say
@@ -20,11 +21,13 @@ def extract() -> None:
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
     texts = {name: load_text(name, text) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
+    calibration_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} examples")
         (folder / TEXTS).write_text(json.dumps(texts))
+        (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
         names = ("metric", "max_length", "target_length", "prefix", "stride", "seed", "separator", "calibration_blocks")
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)

@@ -28,7 +28,7 @@ class Pin:
     """A revision in params.yaml that `pin` set to the newest commit."""
 
     section: str
-    """Place in params.yaml: model, data, or evaluate.texts.NAME."""
+    """Place in params.yaml: model, data, evaluate.texts.NAME or data.calibration_texts.NAME."""
     name: str
     """Name of the repository on the hub."""
     before: str | None
@@ -52,9 +52,11 @@ def pin() -> list[Pin]:
         ("model", hub_id(model.base), model.revision, api.model_info),
         ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),
     ]
+    texts = {"evaluate.texts": typed_section("evaluate").texts, "data.calibration_texts": data.calibration_texts}
     inputs += [
-        (f"evaluate.texts.{name}", hub_id(text.source, PACKAGED), text.revision, api.dataset_info)
-        for name, text in typed_section("evaluate").texts.items()
+        (f"{place}.{name}", hub_id(text.source, PACKAGED), text.revision, api.dataset_info)
+        for place, named in texts.items()
+        for name, text in named.items()
     ]
     pins = [
         Pin(part, name, revision, _newest(name, newest))

@@ -11,6 +11,8 @@ from tasks.artifacts.results_schema import Result, Runtime
 IMPORTANCE = Path("data/importance")
 """Folder of the calibration statistics and of TARGETS."""
 TARGETS = IMPORTANCE / "targets.json"
+WRITTEN = Path("data/written/blocks.parquet")
+"""Calibration blocks that the original model has written, as token ids."""
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
 """Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""

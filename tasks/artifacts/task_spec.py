@@ -13,6 +13,8 @@ from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
+CALIBRATION_TEXTS = "calibration_texts.json"
+"""Name of the file in SPLITS with the texts of data.calibration_texts. It is there without texts, too."""
 TEXTS = "texts.json"
 """Name of the file in SPLITS with all texts of evaluate.texts: name → rows. It is there without texts, too."""
 REFERENCE = Path("data/reference")

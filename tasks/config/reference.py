@@ -138,7 +138,8 @@ def page() -> str:
         if name == "study":
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
         if name == "evaluate":
-            lines += ["", "### Texts", "", "Keys of each text in `evaluate.texts`.", "", *_table(Text)]
+            texts = "Keys of each text in `evaluate.texts` and `data.calibration_texts`."
+            lines += ["", "### Texts", "", texts, "", *_table(Text)]
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
     lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]
     lines += ["", "Keys of `sequential`:", "", *_table(InOrder)]

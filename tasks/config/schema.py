@@ -172,7 +172,36 @@ class Sizes(Section):
     )
     validation: Count = Field(1000, description="maximum number of validation examples")
     test: Count = Field(2000, description="maximum number of test examples")
-    calibration: Count = Field(256, description="maximum number of training examples for the calibration statistics")
+    calibration: NonNegativeInt = Field(
+        256,
+        description="maximum number of training examples for the calibration statistics; 0: only calibration_texts and "
+        "written text",
+    )
+
+
+class Text(Section):
+    source: Address = Field(description="as data.source: a name, a path under data/raw, or a Hugging Face id")
+    config: str | None = Field(None, description="configuration of a data set on the hub")
+    revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
+    split: str = Field("train", description="name of the split in the source")
+    column: str = Field("text", description="column of the text")
+    separator: str | None = Field(None, description="as data.separator: what stands between two rows")
+    examples: Count = Field(256, description="maximum number of blocks of data.max_length tokens")
+
+
+class Written(Section):
+    examples: NonNegativeInt = Field(
+        0, description="blocks of max_length tokens that the original model writes; 0: none; for language modeling only"
+    )
+    first: Literal["random", "bos"] = Field(
+        "random",
+        description="first token of a text. random: any of the vocabulary; bos: the model's beginning-of-text token",
+    )
+    prompts: NonNegativeInt = Field(
+        0, description="tokens of training text with which a text starts instead; 0: it starts with the first token"
+    )
+    temperature: PositiveFloat = Field(1.0, description="temperature of the sampling; 1: the model's own probabilities")
+    batch_size: Count = Field(8, description="blocks that are written at the same time")
 
 
 class Data(Section):
@@ -188,6 +217,10 @@ class Data(Section):
     task: TaskName = Field("classification", description="kind of NLP task, from docs/reference/tasks.md")
     metric: MetricName = Field("accuracy", description="metric that ranks candidates, from docs/reference/tasks.md")
     sizes: Sizes = Field(Sizes(), description="number of examples of each split")
+    calibration_texts: dict[Name, Text] = Field(
+        {}, description="other texts to calibrate a language model with, by name: {news: {source: news, examples: 64}}"
+    )
+    written: Written = Field(Written(), description="text for the calibration statistics that the model writes itself")
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")
     target_length: Count | None = Field(
         None, description="maximum number of tokens in a summary; for summarization only"
@@ -329,16 +362,6 @@ class Importance(Section):
     offload_activations: bool = Field(
         False, description="keep activations for the backward pass in CPU memory, for GPUs with little memory"
     )
-
-
-class Text(Section):
-    source: Address = Field(description="as data.source: a name, a path under data/raw, or a Hugging Face id")
-    config: str | None = Field(None, description="configuration of a data set on the hub")
-    revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
-    split: str = Field("train", description="name of the split in the source")
-    column: str = Field("text", description="column of the text")
-    separator: str | None = Field(None, description="as data.separator: what stands between two rows")
-    examples: Count = Field(256, description="maximum number of blocks of data.max_length tokens")
 
 
 class Evaluate(Section):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -160,6 +161,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _repeated("data.splits", list(given.values()))
         if sum(share for name, share in data.shares if name not in given) >= 1:
             yield "data.shares: leave nothing for train; write shares whose sum is below 1"
+        yield from _calibration_mistakes(data, typed["evaluate"].texts if typed["evaluate"] else {})
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
@@ -247,6 +249,40 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
         yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write given"
+
+
+def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
+    """Yield a line for each text to calibrate with that the task cannot read, or that candidates are scored on.
+
+    Args:
+        scored: evaluate.texts.
+    """
+    written, texts = data.written, data.calibration_texts
+    if not task_class(data.task).running_text:
+        for key, stated, none in (("written.examples", written.examples, 0), ("calibration_texts", texts, "{}")):
+            if stated:
+                yield f"data.{key}: is only for language models, and data.task is {data.task}; write {none}"
+    if not (data.sizes.calibration or written.examples or texts):
+        yield "data.sizes.calibration: is 0, and there is no other text to calibrate with; write a number"
+    if written.examples and written.prompts >= data.max_length:
+        yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
+    source = os.path.normpath(data.source)
+    held_out = {*data.splits.named().values()} - {data.splits.train}
+    for name, text in texts.items():
+        other = os.path.normpath(text.source)
+        if other == source and text.config == data.config and text.split in held_out:
+            yield (
+                f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
+                f"{data.splits.train}"
+            )
+        if other.startswith(f"{source}{os.sep}"):
+            yield (
+                f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
+                f"{data.source} and its split {data.splits.train}"
+            )
+        for own, same in scored.items():
+            if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
+                yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pandas as pd
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +13,8 @@ from eckart import onnx
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
-from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
-from tasks.data.loading import batches
+from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
+from tasks.data.loading import batches, encoded
 from tasks.models.model_io import UNLOADABLE, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import NlpTask
@@ -39,10 +38,10 @@ def export_model(name: str, source: Path) -> None:
         StageError: the model cannot be exported.
     """
     quiet()
-    scorer, calibration = load_scorer("test"), load_split("calibration")
+    scorer = load_scorer("test")
     model, tokenizer = load(source, kind_of(scorer.task).auto, torch.float32)
     with output(ONNX / name) as folder:
-        files, predictions = export_and_score(model, tokenizer, folder, scorer, calibration, name)
+        files, predictions = export_and_score(model, tokenizer, folder, scorer, name)
     write_predictions(exported_name(name), predictions)
     EXPORTS.mkdir(parents=True, exist_ok=True)
     (EXPORTS / f"{name}.json").write_text(files.model_dump_json(indent=2))
@@ -53,13 +52,11 @@ def export_and_score(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     scorer: Scorer,
-    calibration: pd.DataFrame,
     name: str,
 ) -> tuple[Exports, dict[str, Predictions]]:
     """Export a model to ONNX files in `folder`, with float32 and with int8 weights, and score both on the test split.
 
     Args:
-        calibration: examples for the quantization.
         name: name of the model in messages.
 
     Returns:
@@ -71,11 +68,11 @@ def export_and_score(
     files: dict[Runtime, ExportedFile] = {}
     predictions: dict[str, Predictions] = {}
     try:
-        test = _examples("test", scorer.splits["test"], scorer.task, model, tokenizer)
+        test = _examples("test", scorer.task, model, tokenizer)
         onnx.export(model, tokenizer, folder / ONNX_FILES["onnx"], test)
         from eckart.onnx.int8 import quantize  # needs eckart[onnx], which `onnx.export` has checked
 
-        sample = _examples("calibration", calibration, scorer.task, model, tokenizer)
+        sample = _examples("calibration", scorer.task, model, tokenizer)
         quantize(folder / ONNX_FILES["onnx"], folder / ONNX_FILES["int8"], sample)
         for runtime, file in ONNX_FILES.items():
             onnx.answer_by(model, onnx.runner(folder / file, torch.get_num_threads()))
@@ -115,7 +112,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     if type(model).__name__ not in (model.config.architectures or ()):
         raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
     test, calibration = (
-        _examples(split, load_split(split), task, model, tokenizer)
+        _examples(split, task, model, tokenizer)
         if task and folder.parent == FINETUNED and (SPLITS / f"{split}.parquet").exists()
         else ()
         for split in _BLOCKS
@@ -149,12 +146,10 @@ def folder_of(name: str) -> Path:
     raise StageError(f"{name} is neither a candidate nor a Hugging Face folder: {advice}")
 
 
-def _examples(
-    split: Split, frame: pd.DataFrame, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Batch]:
+def _examples(split: Split, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
     """Yield the first examples of a split in batches."""
     kind = kind_of(task)
-    data = kind.encode(frame, tokenizer, split)
+    data = encoded(split, tokenizer)
     count, size = (_BLOCKS[split], 1) if kind.running_text else (_EXAMPLES, _BATCH)
     chosen = data.select(range(min(count, len(data))))
     yield from batches(chosen, kind.collate(tokenizer, model), size, "cpu")

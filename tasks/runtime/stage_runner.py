@@ -16,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-import transformers
-
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError as EckartError
 from tasks.artifacts.errors import StageError as StageError
@@ -28,7 +25,11 @@ from tasks.runtime.code_digests import check_stage
 
 
 def run(
-    name: str, work: Callable[[], None], trains: bool = False, threads: Literal["shared", "candidate"] = "shared"
+    name: str,
+    work: Callable[[], None],
+    trains: bool = False,
+    threads: Literal["shared", "candidate"] = "shared",
+    needs_torch: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run a stage that has no arguments.
 
@@ -36,9 +37,10 @@ def run(
         work: the stage's function; its docstring becomes the help text.
         trains: whether the stage runs in `trainer.processes` processes.
         threads: key of `threads` in params.yaml with the number of threads for this stage.
+        needs_torch: function that returns whether the stage computes with torch, whose import takes seconds.
     """
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
-    _guard(name, threads, partial(_spread, name, work) if trains else work)
+    _guard(name, threads, partial(_spread, name, work) if trains else work, needs_torch)
 
 
 def run_candidate(
@@ -136,17 +138,14 @@ _DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 
 
-def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
+def _guard(stage: str, threads: str, work: Callable[[], None], needs_torch: Callable[[], bool] = lambda: True) -> None:
     """Set the number of threads and deterministic algorithms, then run `work`.
 
     A foreseen error ends the process with exit code 1 and a message that begins with the stage.
     """
     try:
-        # The number of threads decides the order of float sums, and so the last bits of every result.
-        torch.set_num_threads(getattr(section("threads", Threads), threads))
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        quiet()
+        if needs_torch():
+            _set_up_torch(getattr(section("threads", Threads), threads))
         inputs = stage_inputs.load(stage)
         check_stage(stage)
         work()
@@ -166,7 +165,19 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         raise
 
 
+def _set_up_torch(threads: int) -> None:
+    import torch
+
+    # The number of threads decides the order of float sums, and so the last bits of every result.
+    torch.set_num_threads(threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    quiet()
+
+
 def quiet() -> None:
     """Switch off transformers' progress bars and notices, which would hide the stages' own lines."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -44,9 +44,12 @@ def revisions(file: Path) -> tuple[str | None, str | None]:
 
 @pytest.mark.usefixtures("there")
 def test_a_text_of_the_hub_is_pinned_too(params: Path) -> None:
-    yaml_edit.update({"evaluate": {"texts": {"a": {"source": "someone/reviews"}, "b": {"source": "news"}}}})
+    others = {"a": {"source": "someone/reviews"}, "b": {"source": "news"}}
+    yaml_edit.update({"evaluate": {"texts": others}, "data": {"calibration_texts": others}})
     assert ("evaluate.texts.a", None, NEW) in {(pinned.section, pinned.before, pinned.now) for pinned in pin()}
-    texts = yaml_edit.yaml().load(params.read_text())["evaluate"]["texts"]
+    content = yaml_edit.yaml().load(params.read_text())
+    texts = content["evaluate"]["texts"]
+    assert content["data"]["calibration_texts"] == texts
     assert texts == {"a": {"source": "someone/reviews", "revision": NEW}, "b": {"source": "news"}}
     assert revisions(params) == (NEW, NEW)
 

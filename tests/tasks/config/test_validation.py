@@ -317,6 +317,43 @@ def test_zero_shot_tasks_are_for_language_models() -> None:
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
+OTHER = {"source": "data/raw/other.txt"}
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"written": {"examples": 8}}, "data.written.examples"),
+        ({"calibration_texts": {"a": OTHER}}, "data.calibration_texts"),
+    ],
+)
+def test_only_a_language_model_is_calibrated_with_other_texts(data: dict[str, Any], path: str) -> None:
+    only(tiny(data=data_of("classification", **data)), path)
+    assert mistakes(tiny(data=data_of("language_modeling", sizes={"calibration": 0}, **data))) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"sizes": {"calibration": 0}}, "data.sizes.calibration"),
+        ({"written": {"examples": 8, "prompts": 16}}, "data.written.prompts"),
+        (
+            {"calibration_texts": {"a": OTHER, "b": {"source": "./data/raw/wiki", "split": "new"}}},
+            "data.calibration_texts.b.split",
+        ),
+        ({"calibration_texts": {"a": {"source": "data/raw/wiki/new.txt"}}}, "data.calibration_texts.a.source"),
+    ],
+)
+def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data: dict[str, Any], path: str) -> None:
+    source = {"source": "data/raw/wiki", "splits": {"train": "old", "test": "new"}}
+    only(tiny(data=data_of("language_modeling", **source, **data)), path)
+
+
+def test_a_text_to_score_on_is_none_to_calibrate_with() -> None:
+    data = data_of("language_modeling", calibration_texts={"a": {"source": "news"}, "b": {"source": "editorials"}})
+    only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.b")
+
+
 def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:
     params = tiny(evaluate={"texts": {"news": {"source": "news"}}})
     only(params, "evaluate.texts")
