@@ -172,6 +172,13 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         if isinstance(control, str) and (recipe := recipes.get(control)):
             trained[control] = recipe
         yield from _unshared_batches(typed["trainer"].processes, trained, content)
+    if typed["trainer"] and (size := typed["trainer"].micro_batch):
+        for name, recipe in used_recipes.items():
+            for method in (method for method in recipe.methods if method.trains and method.one_pass):
+                yield (
+                    f"trainer.micro_batch: is {size}, but {method.kind} in recipes.{name} needs all examples of a step "
+                    "in one pass; write null"
+                )
     if typed["targets"]:
         yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:

@@ -476,6 +476,12 @@ class TestProcesses:
         params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
         assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]
 
+    def test_a_search_that_trains_gates_has_no_micro_batches(self) -> None:
+        params = tiny(trainer={"micro_batch": 2})
+        assert mistakes(params) == []
+        params["recipes"]["svd"]["ranks"] = repository_params()["recipes"]["ars"]["ranks"]
+        assert "hypernetwork" in only(params, "trainer.micro_batch")
+
 
 def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:
     goals = {"goals": [{"speedup": 1.5}, {"bytes": 5, "runtime": "int8"}]}
