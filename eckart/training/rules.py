@@ -4,9 +4,9 @@ The loop (tasks/training/loop.py) is transformers.Trainer. At every step it call
 model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `after_update`. Steps count from 0.
 
 A step may run its examples in micro-batches, to save memory. Then the model, `extra_loss` and the backward pass come
-once for each micro-batch, and the other hooks still once in a step. Gradients add up, each weighted by its micro-batch's
-share of the examples. So a term of `extra_loss` must be a mean over examples, with a graph of its own; a mean over
-tokens becomes one over the tokens of each micro-batch.
+once for each micro-batch, and the other hooks still once in a step. Gradients add up, each weighted by the share of the
+examples that its micro-batch has. So a term of `extra_loss` must be a mean over examples, with a graph of its own; a
+mean over tokens becomes one over the tokens of each micro-batch.
 """
 
 from __future__ import annotations
