@@ -34,7 +34,9 @@ class Finetune(Optimization, Method):
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if self.lora and recipe.residual is not None:
-            yield "recovery.lora", "freezes the residual, which training must prune; write null"
+            yield "recovery.lora", "freezes the residual, which must train; write null"
+        if self.distillation:
+            yield from self.distillation.contradictions()
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         if self.lora:

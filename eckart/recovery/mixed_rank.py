@@ -61,6 +61,8 @@ class MixedRank(Optimization, Method):
             )
         if recipe.residual is not None:
             yield "recovery", "mixed_rank and a residual both use the dense weight beside factors; write finetune"
+        if self.distillation:
+            yield from self.distillation.contradictions()
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         source, task = problem.source(), problem.objective

@@ -163,6 +163,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
+        if not task_class(task).running_text:
+            yield from _saved_logits(task, used_recipes)
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
@@ -210,6 +212,15 @@ def _export_mistakes(typed: Mapping[str, Any], content: Mapping[str, Any], used:
         for number, goal in enumerate(typed["study"].goals):
             if goal.runtime != "torch":
                 yield f"study.goals.{number}.runtime: no recipe is exported; remove runtime, or fill export.recipes"
+
+
+def _saved_logits(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield a line for each training that distills saved logits, which need as many predictions in all examples."""
+    for name, recipe in recipes.items():
+        for place, training in recipe.recovery.trainings.items():
+            if (distillation := getattr(training, "distillation", None)) and distillation.top is not None:
+                path = ".".join(filter(None, ("recipes", name, "recovery", place, "distillation.top")))
+                yield f"{path}: is only for language models, and data.task is {task}; write null"
 
 
 def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Mapping[str, Any]) -> Iterator[str]:

@@ -279,6 +279,13 @@ class _LengthGroups(LengthGroupedSampler):
         return super().__iter__()
 
 
+def drawn(data: Dataset, steps: int, batch_size: int, seed: int) -> list[int]:
+    """Return the indices of the examples that `train` draws; of all, if it draws that many."""
+    if steps * batch_size >= len(data):
+        return list(range(len(data)))
+    return list(_LengthGroups(batch_size, [len(ids) for ids in data["input_ids"]], seed))[: steps * batch_size]
+
+
 class _AfterUpdate(TrainerCallback):
     """Callback that calls the rules after each optimizer step, and stops the training when a rule is done."""
 
