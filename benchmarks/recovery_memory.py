@@ -41,7 +41,7 @@ BIG = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, 
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
 ADAMW = partial(torch.optim.AdamW, fused=True)  # as the Trainer does
 ADAFACTOR = partial(Adafactor, scale_parameter=False, relative_step=False)
-TAUGHT = Distillation(layers=0.0, logits=1.0)
+TAUGHT = Distillation(layers=0.0, logits=1.0, temperature=1.0)
 
 
 @dataclass(frozen=True)

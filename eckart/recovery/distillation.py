@@ -55,7 +55,8 @@ class Distillation(BaseModel):
         None,
         ge=1,
         description="most probable classes of each prediction whose logits of the teacher are saved once, for all "
-        "candidates; the rest counts as one class; null: the teacher runs in every step. For language models",
+        "candidates; the rest counts as one class; null: the teacher runs in every step. For language models, at "
+        "temperature 1.0",
     )
 
     def contradictions(self) -> Iterator[Contradiction]:

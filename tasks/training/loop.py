@@ -233,8 +233,9 @@ class _RuleTrainer(Trainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:
             loss = self._accumulated(model, inputs, size)
-        self.task_losses.append(self.step_loss)
-        self.step_loss = 0.0
+        if self.rules:
+            self.task_losses.append(self.step_loss)
+            self.step_loss = 0.0
         for rule in self.rules:
             rule.after_backward(self.state.global_step)
         return loss
