@@ -68,6 +68,12 @@ class Method(BaseModel):
         return any(training.steps for training in self.trainings.values())
 
     @property
+    def one_pass(self) -> bool:
+        """Whether all examples of a step must be in one forward pass, because its graph also holds parameters outside
+        the model, which are trained with it."""
+        return False
+
+    @property
     def pairs(self) -> bool:
         """Whether the method accepts targets of two layers: an attention product, or an embedding tied to the head."""
         return False

@@ -53,6 +53,7 @@ class Hypernetwork(Optimization, Method):
     """Settings of a rank search that learns one mask for each target, while the weights stay frozen."""
 
     alone = True
+    one_pass: ClassVar = True
     asks_frozen: ClassVar = True
     schedule = "constant"  # as in section 4.1
     captions: ClassVar = {

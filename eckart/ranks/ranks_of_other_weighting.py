@@ -46,6 +46,10 @@ class Borrowed(Method):
         return self.ranks.trains
 
     @property
+    def one_pass(self) -> bool:
+        return self.ranks.one_pass
+
+    @property
     def asks_frozen(self) -> bool:
         return self.ranks.asks_frozen
 

@@ -58,6 +58,7 @@ class Threshold(Optimization, Method):
     """
 
     alone = True
+    one_pass: ClassVar = True
     leaves_low_rank: ClassVar = True
     schedule = "constant"  # so that `steps` limits the training and has no effect on the learning rate
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}

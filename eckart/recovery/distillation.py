@@ -11,7 +11,7 @@ states of both parts are summed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch, Predictions, logits_error, logits_of
+from eckart.recipe_parts import Contradiction
 from eckart.recovery.recovery_problem import RecoveryProblem
+from eckart.recovery.teacher_logits import TeacherLogits, top_error
 from eckart.training.rules import Rule
 
 _STATES = {
@@ -49,8 +51,27 @@ class Distillation(BaseModel):
         2.0, gt=0, description="temperature that divides the logits of classes; 2 in LoSparse's code"
     )
 
-    def rule(self, problem: RecoveryProblem) -> DistillationRule:
-        return DistillationRule(problem.teacher(), self, problem.objective.classes, problem.objective.predictions)
+    top: int | None = Field(
+        None,
+        ge=1,
+        description="most probable classes of each prediction whose logits of the teacher are saved once, for all "
+        "candidates; the rest counts as one class; null: the teacher runs in every step. For language models, at "
+        "temperature 1.0",
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield the contradiction between `top` and the other settings, if there is one."""
+        if self.top is not None and (self.layers or not self.logits):
+            yield (
+                "recovery.distillation.top",
+                "saves logits and no hidden states; write layers: 0.0 and logits above 0, or top: null",
+            )
+
+    def rule(self, problem: RecoveryProblem) -> Rule:
+        if self.top is None:
+            return DistillationRule(problem.teacher(), self, problem.objective.classes, problem.objective.predictions)
+        assert problem.teacher_logits is not None
+        return TopLogitsRule(problem.teacher_logits(self.top, self.temperature), self, problem.objective.predictions)
 
 
 class DistillationRule(Rule):
@@ -118,6 +139,35 @@ class DistillationRule(Rule):
             self.teacher.to(device)
         with no_grad():
             return self.teacher(**inputs, **self.forward_options)
+
+
+class TopLogitsRule(Rule):
+    """Training rule that adds to the loss the distance from the teacher's saved logits."""
+
+    def __init__(self, saved: TeacherLogits, settings: Distillation, predictions: Predictions) -> None:
+        """
+        Args:
+            saved: what the teacher predicts for all examples of the training.
+            predictions: picks the logits to compare from a model's outputs.
+        """
+        self.settings = settings
+        self.saved = saved
+        self.predictions = predictions
+        self.error: Tensor | None = None
+
+    def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
+        """Return the weighted divergence.
+
+        Raises:
+            KeyError: the teacher has not seen an example of the batch.
+        """
+        error = top_error(self.predictions(outputs, batch), *self.saved.of(batch), self.settings.temperature)
+        self.error = error.detach()
+        return self.settings.logits * error
+
+    def measures(self) -> dict[str, float]:
+        """Return the error of the last step, not multiplied by its weight."""
+        return {} if self.error is None else {"distill_logits": float(self.error)}
 
 
 def hidden_error(student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor | None) -> Tensor:

@@ -61,6 +61,8 @@ class MixedRank(Optimization, Method):
             )
         if recipe.residual is not None:
             yield "recovery", "mixed_rank and a residual both use the dense weight beside factors; write finetune"
+        if self.distillation:
+            yield from self.distillation.contradictions()
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         source, task = problem.source(), problem.objective
@@ -130,18 +132,23 @@ class MixedRankRule(Rule):
         self.generator = torch.Generator().manual_seed(seed)
         self.p = settings.initial
         self.disagreement = 0.0
+        self.first: list[bool] = []
+        self.second: list[bool] | None = None
+        """z of the two passes of the present step; None: it has one pass."""
         layers = low_rank_layers(model)
         self.layers = {name: MixedLinear(layers[name], weight) for name, weight in weights.items()}
         for name, layer in self.layers.items():
             replace(model, name, layer)
 
     def before_forward(self, step: int) -> None:
-        """Set p = max(0, p_init − d·t), and draw z of the first pass.
+        """Set p = max(0, p_init − d·t), and draw z of both passes; all micro-batches of the step use the same two.
 
         d is p_init ÷ the number of steps until p is 0.
         """
         self.p = schedules.linear(step, self.until, self.settings.initial)
-        self._draw()
+        self.first = self._draw()
+        self.second = self._draw() if self.p or self.settings.consistency_after else None
+        self._set(self.first)
 
     def recomputation(self) -> AbstractContextManager[None]:
         """Return a context that restores the z of the current forward pass.
@@ -169,11 +176,12 @@ class MixedRankRule(Rule):
         does not say to which task loss. z² is drawn independently, so it can equal z¹. Once p is 0, the two passes
         differ only by dropout.
         """
-        if not self.p and not self.settings.consistency_after:
+        if self.second is None:
             self.disagreement = 0.0
             return None
-        self._draw()
+        self._set(self.second)
         second = model(**batch)
+        self._set(self.first)
         disagreement = self._disagreement(self.predictions(outputs, batch), self.predictions(second, batch))
         self.disagreement = float(disagreement.detach())
         first_loss, second_loss = (mean_loss(self.loss, result, batch) for result in (outputs, second))
@@ -193,10 +201,9 @@ class MixedRankRule(Rule):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.generator.set_state(state["generator"])
 
-    def _draw(self) -> None:
+    def _draw(self) -> list[bool]:
         """Draw z ~ Bernoulli(p) for each target."""
-        draws = torch.rand(len(self.layers), generator=self.generator).tolist()
-        self._set([draw < self.p for draw in draws])
+        return [draw < self.p for draw in torch.rand(len(self.layers), generator=self.generator).tolist()]
 
     def _set(self, dense: Sequence[bool]) -> None:
         for layer, z in zip(self.layers.values(), dense, strict=True):

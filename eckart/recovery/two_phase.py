@@ -29,6 +29,8 @@ class InTurn(Method):
         return {"first": self.first, "then": self.then}
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        for name, training in self.trainings.items():
+        for name, training in {"first": self.first, "then": self.then}.items():
+            for path, mistake in training.contradictions(recipe):
+                yield path.replace("recovery", f"recovery.{name}", 1), mistake
             if not training.steps:
                 yield f"recovery.{name}.steps", "is 0; write at least 1, or a single training of kind finetune"

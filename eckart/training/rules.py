@@ -2,6 +2,11 @@
 
 The loop (tasks/training/loop.py) is transformers.Trainer. At every step it calls, in this order, `before_forward`, the
 model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `after_update`. Steps count from 0.
+
+A step may run its examples in micro-batches, to save memory. Then the model, `extra_loss` and the backward pass come
+once for each micro-batch, and the other hooks still once in a step. Gradients add up, each weighted by the share of the
+examples that its micro-batch has. So a term of `extra_loss` must be a mean over examples, with a graph of its own; a
+mean over tokens becomes one over the tokens of each micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ class Rule:
     """Whether training may stop before its last step."""
 
     def before_forward(self, step: int) -> None:
-        """Hook before the forward pass, to prepare the model for this step."""
+        """Hook before the first forward pass of a step, to prepare the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
         """Return a context that puts the model back into the state that it has now, during the forward pass.
@@ -46,7 +51,7 @@ class Rule:
         """Return a term that the loop adds to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
-        """Hook after the backward pass, to use the gradients, which are not clipped yet."""
+        """Hook after the last backward pass of a step, to use the gradients, which are not clipped yet."""
 
     def after_update(self, step: int) -> None:
         """Hook after the optimizer's update, to use or change the weights."""
@@ -63,7 +68,10 @@ class Rule:
         return ()
 
     def measures(self) -> dict[str, float]:
-        """Return measures of the last step, for the training curve: name → value. No other rule may use these names."""
+        """Return measures of the last step or its last micro-batch, for the training curve: name → value.
+
+        No other rule may use these names.
+        """
         return {}
 
     def state(self) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ Labels = Literal["given", "expected", "drawn"]
 """Kind of labels for which the calibration gradients are computed."""
 Given = Literal["train", "validation", "test"]
 """A split that the source of the data may already have."""
+Optimizer = Literal["adamw", "adafactor", "adamw_8bit", "paged_adamw_8bit"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
@@ -306,6 +307,16 @@ class Trainer(Section):
     checkpoint_activations: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
+    micro_batch: Count | None = Field(
+        None,
+        description="examples of a process in a forward and backward pass; fewer: less memory, same steps; null: all",
+    )
+    optimizer: Optimizer = Field(
+        "adamw",
+        description="states of the optimizer. adamw: two of a parameter's size; adafactor: a row and a column for each "
+        "matrix; adamw_8bit: two bytes a parameter; paged_adamw_8bit: these in CPU memory if the GPU's is full; "
+        "the last two need a GPU and the package bitsandbytes",
+    )
     processes: Count = Field(
         1, description="number of training processes, each on its own GPU; they share the examples of a step"
     )
@@ -444,7 +455,7 @@ class Params(Section):
     teacher: Training = Field(
         Training(), description="fine-tuning of the base model on the task; the result is the original model"
     )
-    trainer: Trainer = Field(Trainer(), description="precision, memory and processes of every training")
+    trainer: Trainer = Field(Trainer(), description="precision, memory, optimizer and processes of every training")
     targets: TargetPatterns = Field(TargetPatterns(), description="layers to factorize")
     importance: Importance = Field(
         Importance(), description="calibration statistics, gathered in a pass over the calibration examples"

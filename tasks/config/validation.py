@@ -165,6 +165,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
+        if not task_class(task).running_text:
+            yield from _saved_logits(task, used_recipes)
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
@@ -174,6 +176,13 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         if isinstance(control, str) and (recipe := recipes.get(control)):
             trained[control] = recipe
         yield from _unshared_batches(typed["trainer"].processes, trained, content)
+    if typed["trainer"] and (size := typed["trainer"].micro_batch):
+        for name, recipe in used_recipes.items():
+            for method in (method for method in recipe.methods if method.trains and method.one_pass):
+                yield (
+                    f"trainer.micro_batch: is {size}, but {method.kind} in recipes.{name} needs all examples of a step "
+                    "in one pass; write null"
+                )
     if typed["targets"]:
         yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:
@@ -205,6 +214,15 @@ def _export_mistakes(typed: Mapping[str, Any], content: Mapping[str, Any], used:
         for number, goal in enumerate(typed["study"].goals):
             if goal.runtime != "torch":
                 yield f"study.goals.{number}.runtime: no recipe is exported; remove runtime, or fill export.recipes"
+
+
+def _saved_logits(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield a line for each training that distills saved logits, which need as many predictions in all examples."""
+    for name, recipe in recipes.items():
+        for place, training in recipe.recovery.trainings.items():
+            if (distillation := getattr(training, "distillation", None)) and distillation.top is not None:
+                path = ".".join(filter(None, ("recipes", name, "recovery", place, "distillation.top")))
+                yield f"{path}: is only for language models, and data.task is {task}; write null"
 
 
 def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Mapping[str, Any]) -> Iterator[str]:

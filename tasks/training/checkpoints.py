@@ -45,7 +45,7 @@ class Checkpoints(TrainerCallback):
     ) -> None:
         self.folder = CHECKPOINTS / name
         self.rules = rules
-        self.digest = _digest(model, data, rules, settings)
+        self.digest = digest(model, data, rules, settings)
         self.seconds = float(os.environ.get(SECONDS, _DEFAULT_SECONDS))
         self.saved = time.monotonic()
 
@@ -92,7 +92,7 @@ class Checkpoints(TrainerCallback):
         (folder / _DIGEST).write_text(self.digest)
 
 
-def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
+def digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
     """Return a digest of everything that decides the result of the training."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()} {all_code()}".encode())

@@ -25,9 +25,11 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.utils import is_bitsandbytes_available
 
-from eckart.calibration.losses import Loss, mean_loss
+from eckart.calibration.losses import Loss, batch_size, mean_loss
 from eckart.training.rules import Rule
+from tasks.config.schema import Optimizer
 from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
@@ -53,6 +55,8 @@ def train(
     before: int = 0,
     precision: Literal["bf16"] | None = None,
     checkpoint_activations: bool = False,
+    micro_batch: int | None = None,
+    optimizer: Optimizer = "adamw",
     loss: Loss | None = None,
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write the training curve to the file `curve`.
@@ -67,13 +71,16 @@ def train(
         loss: the loss whose mean over examples is minimized; None: the model's own loss.
         checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
         precision: bf16 for mixed precision; None computes in the type of the weights.
+        micro_batch: largest number of examples of a process in a forward and backward pass; the gradients of a step's
+            passes add up to those of the whole batch. None: one pass a step.
         before: number of steps of the earlier trainings whose points are already in `curve`.
 
     Returns:
         The number of steps that were taken.
 
     Raises:
-        StageError: the loss or a weight is not finite, or the processes cannot share the examples of a step.
+        StageError: the loss or a weight is not finite, the processes cannot share the examples of a step, or this
+            machine cannot run the optimizer.
     """
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
@@ -84,6 +91,7 @@ def train(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % processes:
         raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
+    _check_optimizer(optimizer)
     settings: dict[str, Any] = {
         "max_steps": steps,
         "per_device_train_batch_size": batch_size // processes,
@@ -95,10 +103,12 @@ def train(
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
     }
+    if optimizer != "adamw":
+        settings["optim"] = optimizer
     if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    identity = {**settings, "checkpoint_activations": checkpoint_activations}
+    identity = {**settings, "checkpoint_activations": checkpoint_activations, "micro_batch": micro_batch}
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
     trainer = _RuleTrainer(
         model,
@@ -108,6 +118,7 @@ def train(
         callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
         rules=rules,
         loss=loss,
+        micro_batch=micro_batch or batch_size,
     )
     trainer.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
     trainer.train(resume_from_checkpoint=checkpoints.resume())
@@ -118,6 +129,18 @@ def train(
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")
     return trainer.state.global_step
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not optimizer.endswith("8bit"):
+        return
+    advice = f"trainer.optimizer is {optimizer}, which needs"
+    if not torch.cuda.is_available():
+        raise StageError(f"{advice} a GPU: write adafactor, which also saves memory, or adamw")
+    if not is_bitsandbytes_available():
+        raise StageError(
+            f"{advice} the package bitsandbytes: install it (pip install bitsandbytes), or write adafactor"
+        )
 
 
 def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
@@ -158,13 +181,18 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 
 
 class _RuleTrainer(Trainer):
-    """Trainer that calls the rules in each step."""
+    """Trainer that calls the rules in each step, and runs the examples of a step in one or more micro-batches."""
 
-    def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, micro_batch: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss = loss
         self.rules = rules
+        self.micro_batch = micro_batch
         self.options = {name: value for rule in rules for name, value in rule.forward_options.items()}
+        self.begins, self.share = True, 1.0
+        """Whether a pass is the first one of its step, and its share of the step's examples."""
+        self.step_loss = 0.0
+        """Task loss of the examples of the present step that have been seen, times their share."""
         self.task_losses: list[float] = []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -180,24 +208,48 @@ class _RuleTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if not self.rules and self.loss is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        for rule in self.rules:
+        for rule in self.rules if self.begins else ():
             rule.before_forward(self.state.global_step)
         batch = {**inputs, **self.options}
         own, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         loss = own if self.loss is None else mean_loss(self.loss, outputs, inputs)
-        self.task_losses.append(float(loss.detach()))
+        if self.rules:
+            self.step_loss += self.share * float(loss.detach())
         for rule in self.rules:
             extra = rule.extra_loss(model, inputs, outputs)  # type: ignore[arg-type]
             loss = loss if extra is None else loss + extra
+        loss = loss if self.share == 1 else self.share * loss
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Compute the gradient of the mean loss over the examples of a step, and return this loss.
+
+        The Trainer's own accumulation would draw other batches, and call the rules for each of them.
+        """
+        size = batch_size(inputs)
+        if size <= self.micro_batch:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            loss = self._accumulated(model, inputs, size)
+        if self.rules:
+            self.task_losses.append(self.step_loss)
+            self.step_loss = 0.0
         for rule in self.rules:
             rule.after_backward(self.state.global_step)
         return loss
+
+    def _accumulated(self, model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> Tensor:
+        losses = []
+        for start in range(0, size, self.micro_batch):
+            part = {name: values[start : start + self.micro_batch] for name, values in inputs.items()}
+            self.begins, self.share = start == 0, batch_size(part) / size
+            last = start + self.micro_batch >= size
+            with nullcontext() if last else self.accelerator.no_sync(model):  # processes exchange gradients once
+                losses.append(super().training_step(model, part))
+        self.begins, self.share = True, 1.0
+        return torch.stack(losses).sum()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add to the log the mean task loss since the last log, and the rules' measures of the last step."""
@@ -226,6 +278,13 @@ class _LengthGroups(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return super().__iter__()
+
+
+def drawn(data: Dataset, steps: int, batch_size: int, seed: int) -> list[int]:
+    """Return the indices of the examples that `train` draws; of all, if it draws that many."""
+    if steps * batch_size >= len(data):
+        return list(range(len(data)))
+    return list(_LengthGroups(batch_size, [len(ids) for ids in data["input_ids"]], seed))[: steps * batch_size]
 
 
 class _AfterUpdate(TrainerCallback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tasks.config.schema import Trainer
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks._prediction import Collate, place
 from tasks.training.loop import train
+from tasks.training.saved_logits import saved_logits
 
 
 def load_teacher(auto: type[Any]) -> PreTrainedModel:
@@ -49,7 +52,8 @@ def recover(
     steps = 0
     for training in recovery.trainings.values():
         rules = [residual.rule(problem, training.steps)] if residual and not steps else []
-        rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
+        given = replace(problem, teacher_logits=partial(saved_logits, problem, data, collate, training, trainer))
+        rules = [*rules, *training.rules(given)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
         options = {**training.options(), **trainer.options(), "seed": problem.seed}
         options |= {"loss": problem.objective.training_loss, "rules": rules, "before": steps}
         steps += train(problem.model, collate, data, curve, **options)

@@ -180,9 +180,7 @@ def test_draws_depend_on_the_seed_alone():
         result = []
         for step in range(2):
             rule.before_forward(step)
-            result.append(drawn(rule))
-            rule.extra_loss(low, BATCH, low(**BATCH))
-            result.append(drawn(rule))
+            result += [drawn(rule), rule.second]
         return result
 
     assert draws(3, 1) == draws(3, 2)
@@ -193,10 +191,12 @@ def test_draws_depend_on_the_seed_alone():
 
 
 def passes(rule: MixedRankRule, low: PreTrainedModel, step: int = 0) -> tuple[Any, Any, Tensor]:
-    """Both passes' outputs, the second run again with the same z, and the extra loss."""
+    """Both passes' outputs, each run again with the same z, and the extra loss."""
     rule.before_forward(step)
+    extra = rule.extra_loss(low, BATCH, low(**BATCH))
     first = low(**BATCH)
-    extra = rule.extra_loss(low, BATCH, first)
+    for layer, dense in zip(rule.layers.values(), rule.second, strict=True):
+        layer.dense = dense
     return first, low(**BATCH), extra
 
 
@@ -242,6 +242,7 @@ def test_once_p_is_zero_there_is_one_pass_or_two_that_differ_by_dropout(after):
 def test_extreme_logits_disagree_finitely():
     _, low, weights = halves()
     rule = rule_of(low, weights)
+    rule.before_forward(0)
     second = {"logits": torch.tensor([[0.0, 1e3]]), "loss": torch.tensor(1.0)}
     first = {"logits": torch.tensor([[1e3, 0.0]], requires_grad=True), "loss": torch.tensor(0.0)}
     extra = rule.extra_loss(lambda **_: second, {}, first)

@@ -398,7 +398,8 @@ def test_the_control_recovers_as_a_recipe_that_a_dense_model_can(name: str) -> N
     params = plain(TINY)
     mixed = {"kind": "mixed_rank", "initial": 0.5, "until": 0.5, "consistency": 1.0, "consistency_after": False}
     svd = params["recipes"]["svd"]
-    params["recipes"]["mixed"] = {**svd, "recovery": {**svd["recovery"], **mixed}}
+    shared = {key: value for key, value in svd["recovery"].items() if key != "lora"}
+    params["recipes"]["mixed"] = {**svd, "recovery": {**shared, **mixed}}
     params["study"]["control"] = name
     line = only(params, "study.control")
     assert name in line
@@ -541,6 +542,29 @@ class TestProcesses:
         lpaf = repository_params()["recipes"]["lpaf"]
         params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
         assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]
+
+    def test_a_search_that_trains_gates_has_no_micro_batches(self) -> None:
+        params = tiny(trainer={"micro_batch": 2})
+        assert mistakes(params) == []
+        params["recipes"]["svd"]["ranks"] = repository_params()["recipes"]["ars"]["ranks"]
+        assert "hypernetwork" in only(params, "trainer.micro_batch")
+
+
+def test_saved_logits_are_for_language_models_and_have_no_hidden_states() -> None:
+    params = tiny()
+    path = "recipes.svd.recovery.distillation.top"
+    params["recipes"]["svd"]["recovery"]["distillation"] = {"layers": 0.0, "logits": 1.0, "temperature": 2.0, "top": 8}
+    assert "language" in only(params, path)
+    params["recipes"]["svd"]["recovery"]["distillation"]["layers"] = 1.0
+    assert paths(mistakes(params)) == [path, path]
+
+
+def test_updates_freeze_a_residual() -> None:
+    params = tiny()
+    updated = {**FINETUNE, "distillation": None, "lora": {"rank": 8, "alpha": 16.0}}
+    losparse = repository_params()["recipes"]["losparse"]["residual"]
+    params["recipes"]["svd"] |= {"residual": losparse, "recovery": {"kind": "in_turn", "first": updated}}
+    assert paths(mistakes(params)) == ["recipes.svd.recovery.first.lora"]
 
 
 def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:

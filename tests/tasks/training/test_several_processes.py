@@ -49,9 +49,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) -> None:
-    """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding."""
+    """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding.
+
+    Also where each takes its half in two micro-batches, of three rows and one.
+    """
     one, curve = plain
-    two, joined = teacher(workspace, trainer={"processes": 2})
+    two, joined = teacher(workspace, trainer={"processes": 2, "micro_batch": 3})
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
     assert [point["step"] for point in joined] == [point["step"] for point in curve]

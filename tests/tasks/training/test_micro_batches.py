@@ -1,0 +1,168 @@
+"""A step in micro-batches is the step of the whole batch, whatever the rules do in it; and the other optimizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, default_data_collator
+
+import eckart
+from eckart.calibration.losses import causal_loss
+from eckart.factorization.factorize import rest
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.layers import factorize_target
+from eckart.model.targets import Target, find_targets, weight_of
+from eckart.recovery.distillation import Distillation, DistillationRule
+from eckart.recovery.mixed_rank import MixedRank, MixedRankRule
+from eckart.residual.sparse_rows import RowPruning
+from eckart.shaping.pruning import WeightPruning
+from eckart.training.rules import Rule
+from tasks.runtime.stage_runner import StageError
+from tasks.training.checkpoints import SECONDS
+from tasks.training.loop import train
+from tests import tiny
+from tests.workspace import bert, collate, rows
+
+STEPS = 3
+CURVE = Path("curve.jsonl")
+OPTIONS = {"steps": STEPS, "batch_size": 8, "learning_rate": 1e-2, "warmup": 0.0, "weight_decay": 0.01, "seed": 0}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def blocks() -> Dataset:
+    """Blocks of running text, as language modeling has them."""
+    ids = torch.randint(tiny.VOCABULARY, (21, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 6] * 21, "labels": ids})
+
+
+def language_model() -> tuple[PreTrainedModel, tuple[Target, ...]]:
+    model = tiny.causal_llama().double().eval()
+    return model, find_targets(model, default_data_collator(list(blocks().select(range(2))))).targets
+
+
+def factorized(model: PreTrainedModel, targets: tuple[Target, ...], residual: bool = False) -> dict[str, torch.Tensor]:
+    weights = {target.name: weight_of(model.get_submodule(target.name)).clone() for target in targets}
+    for name, weight in weights.items():
+        left, right = decompose(weight, ErrorNorm()).truncate(2)
+        factorize_target(model, name, left, right, rest(weight, left, right) if residual else None)
+    return weights
+
+
+def distilled(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
+    factorized(model, targets)
+    return DistillationRule(tiny.causal_llama().double(), Distillation(), classification=True)
+
+
+def mixed(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
+    settings = MixedRank(steps=STEPS, until=0.6)
+    return MixedRankRule(model, factorized(model, targets), settings, True, seed=0)
+
+
+def pruned(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
+    settings = eckart.recipes()["lpaf"].shaping.model_copy(update={"steps": STEPS})
+    return WeightPruning(model, targets, settings, 0.5)
+
+
+def sparse(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
+    factorized(model, targets, residual=True)
+    settings = eckart.recipes()["losparse"].residual
+    return RowPruning(model, settings, sum(target.parameters for target in targets) // 2, STEPS)
+
+
+def last_point() -> dict[str, float]:
+    return json.loads(CURVE.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("make", [None, distilled, mixed, pruned, sparse])
+def test_micro_batches_take_the_steps_of_the_whole_batch(
+    make: Callable[[PreTrainedModel, tuple[Target, ...]], Rule] | None,
+) -> None:
+    """Of 8 examples three at a time, so the last pass has two; the last batch of the epoch has five. In float64."""
+    results = []
+    for micro_batch in (None, 3):
+        model, targets = language_model()
+        rules = [make(model, targets)] if make else []
+        train(model, default_data_collator, blocks(), CURVE, rules=rules, micro_batch=micro_batch, **OPTIONS)
+        results.append((dict(model.state_dict()), last_point()))
+    (whole, point), (parts, other) = results
+    for name, values in whole.items():
+        torch.testing.assert_close(parts[name], values, rtol=1e-6, atol=1e-7)
+    for name in {"loss", "task_loss", "grad_norm"} & set(point):
+        assert other[name] == pytest.approx(point[name], rel=1e-5)
+
+
+def test_padded_examples_weigh_as_in_the_whole_batch() -> None:
+    """The task's loss is a mean over examples, not over tokens: also where examples differ in length."""
+    texts = tiny.samples(8, shortest=2, longest=9)
+    data = Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in texts], "labels": [0] * 8})
+
+    def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = tiny.collate([(torch.tensor(example["input_ids"]), 0) for example in examples])
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+    trained = []
+    for micro_batch in (None, 3):
+        model = tiny.causal_llama().double().eval()
+        train(model, padded, data, CURVE, loss=causal_loss, micro_batch=micro_batch, **{**OPTIONS, "steps": 1})
+        trained.append(dict(model.state_dict()))
+    for name, values in trained[0].items():
+        torch.testing.assert_close(trained[1][name], values, rtol=1e-6, atol=1e-7)
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Rule):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def after_update(self, step: int) -> None:
+        if step == self.step:
+            raise Killed
+
+
+def test_adafactor_keeps_a_row_and_a_column_and_resumes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SECONDS, "0")
+
+    def trained(kill: int | None, **changes: Any) -> dict[str, torch.Tensor]:
+        model = bert()
+        train(model, collate(), rows(), CURVE, rules=[Kill(kill)], **{**OPTIONS, "optimizer": "adafactor", **changes})
+        return dict(model.state_dict())
+
+    whole = trained(None)
+    with pytest.raises(Killed):
+        trained(1)
+    sizes = [
+        values.numel()
+        for states in torch.load(next(Path().rglob("optimizer.pt")))["state"].values()
+        for values in states.values()
+        if isinstance(values, torch.Tensor)
+    ]
+    assert sum(sizes) < sum(values.numel() for values in whole.values()) / 4
+    capsys.readouterr()
+    resumed = trained(None)
+    assert "goes on from step" in capsys.readouterr().out
+    assert all(torch.equal(resumed[name], values) for name, values in whole.items())
+    adamw = trained(None, optimizer="adamw")
+    assert "goes on from step" not in capsys.readouterr().out
+    assert any(not torch.equal(adamw[name], values) for name, values in whole.items())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_an_optimizer_that_needs_a_gpu_is_refused_without_one() -> None:
+    with pytest.raises(StageError, match=r"\bpaged_adamw_8bit\b.*\bGPU\b.*\badafactor\b"):
+        train(bert(), collate(), rows(), CURVE, **OPTIONS, optimizer="paged_adamw_8bit")
