@@ -43,11 +43,13 @@ from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
+from eckart.calibration.routed_tokens import unreached, without_unreached
 from eckart.calibration.statistics import StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format, lstm
 from eckart.model.census import Census
+from eckart.model.experts import unfused
 from eckart.model.macs import macs
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Targets, find_targets
@@ -195,6 +197,7 @@ def compress(
     exclude: str | Sequence[str] = ...,
     embeddings: bool = ...,
     tied: bool = ...,
+    experts: bool = ...,
     loss: Loss | None = ...,
     seed: int = ...,
     check: bool = ...,
@@ -212,6 +215,7 @@ def compress(
     exclude: str | Sequence[str] = ...,
     embeddings: bool = ...,
     tied: bool = ...,
+    experts: bool = ...,
     loss: Loss | None = ...,
     seed: int = ...,
     check: bool = ...,
@@ -230,6 +234,7 @@ def compress(
     exclude: str | Sequence[str] = (),
     embeddings: bool = False,
     tied: bool = False,
+    experts: bool = True,
     loss: Loss | None = None,
     seed: int = 0,
     check: bool = True,
@@ -264,6 +269,8 @@ def compress(
         include, exclude: shell patterns for the names of the linear layers to compress, such as `*.attention.*`.
         embeddings: whether to compress embeddings, too.
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
+        experts: whether to compress a mixture's experts whose weights share one tensor. Experts that no token of
+            `batches` reaches stay dense.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
         seed: seed of rank searches that draw random numbers.
@@ -279,6 +286,7 @@ def compress(
             gradient; the model is quantized, has adapters, or does not survive saving. The message says what to do.
     """
     _check_model(model)
+    model = unfused(model) if experts else model
     keeps = _keeps(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
     data = prepare_batches(model, batches)
@@ -289,7 +297,8 @@ def compress(
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
     gathering: defaultdict[str, float] = defaultdict(float)
     with _timed(gathering, "statistics"):
-        problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
+        problem, idle = _calibrate(model, data, targets, valid_recipe, loss, seed)
+    targets = without_unreached(targets, idle)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
@@ -353,8 +362,11 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 def _calibrate(
     model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
-) -> SearchProblem:
-    """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
+) -> tuple[SearchProblem, Sequence[str]]:
+    """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1.
+
+    Also return the names of the targets that the search leaves out, because no token reached their expert.
+    """
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
     objective = _objective(model, batches, recipe, kinds, loss)
     messages = [targets.census.warning]
@@ -371,9 +383,10 @@ def _calibrate(
     statistics = next(passed, {})
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
-    return SearchProblem(
+    idle = unreached(targets.targets, statistics) if kinds else []
+    problem = SearchProblem(
         model=model,
-        targets=targets.targets,
+        targets=without_unreached(targets, idle).targets,
         keep=1.0,
         seed=seed,
         objective=objective,
@@ -384,6 +397,7 @@ def _calibrate(
             islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
         ),
     )
+    return problem, idle
 
 
 def _compress_in_place(

@@ -10,6 +10,7 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.weightings import Weighting
+from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
 from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
@@ -46,13 +47,15 @@ def factorize(recipe: str, keep: str) -> None:
     calibration: Iterable[Batch] = ()
     device_map = section("model", Model).device_map if parts.sequential else None
     model, tokenizer = load(source_model(name, DENSE[parts.source]), kind.auto, device_map=device_map)
+    targets = Targets.model_validate_json(TARGETS.read_text()).targets
+    unfuse(model, targets)
     if parts.sequential:
         data, size = encoded("calibration", tokenizer), section("importance.batch_size", Count)
         calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
     with explained():
         factorize_model(
             model,
-            Targets.model_validate_json(TARGETS.read_text()).targets,
+            targets,
             load_decision(name).ranks,
             parts.weighting,
             {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)},

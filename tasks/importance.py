@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, batch_size
+from eckart.calibration.routed_tokens import unreached, without_unreached
 from eckart.calibration.statistics import passes, save_statistics
 from eckart.model.attention_products import find_products
+from eckart.model.experts import unfuse
 from eckart.model.targets import Targets, find_targets
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
@@ -36,6 +38,7 @@ def importance() -> None:
     with explained(), output(IMPORTANCE) as folder:
         targets = _find(model, next(examples(2, 2)), patterns)
         groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
+        idle: list[str] = []  # targets of experts that no token reached
         number = 0  # of the pass
 
         def all_examples() -> Iterator[Batch]:
@@ -58,12 +61,15 @@ def importance() -> None:
             offload_activations=params.offload_activations,
         ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
+            idle += unreached(groups[number - 1].targets, statistics)
             del statistics  # frees them before the next pass
-        (folder / TARGETS.name).write_text(targets.model_dump_json(indent=2))
+        (folder / TARGETS.name).write_text(without_unreached(targets, idle).model_dump_json(indent=2))
 
 
 def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Targets:
-    targets = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
+    if patterns.experts:
+        unfuse(model)
+    targets = find_targets(model, batch, **patterns.model_dump(exclude={"products", "experts"}))
     if patterns.products:
         targets = find_products(model, batch, targets)
     pairs = sum(len(target.layers) > 1 for target in targets.targets)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, set_seed
 from eckart.calibration.losses import Batch, Loss
 from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.weightings import Weighting
+from eckart.model.experts import unfuse
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
 from eckart.ranks.search import ChosenRanks, Shaped, search_ranks
@@ -68,9 +69,11 @@ def search(recipe: str, keep: str) -> None:
         trainer=trainer,
         curve=SEARCH_CURVES / f"{name}.jsonl",
     )
+    targets = Targets.model_validate_json(TARGETS.read_text()).targets
+    unfuse(model, targets)
     problem = SearchProblem(
         model=model,
-        targets=Targets.model_validate_json(TARGETS.read_text()).targets,
+        targets=targets,
         keep=float(keep),
         seed=seed,
         objective=objective,

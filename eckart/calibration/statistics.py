@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
+from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, lookup_counts, lookup_sums, mirror, square_sums
 from eckart.model.module_context import frozen
 from eckart.model.probing import is_embedding, masks_of
@@ -174,6 +175,7 @@ class Collector:
         self.product_inputs = {
             layer.input_of for target in targets if isinstance(target, Product) for layer in target.layers
         }
+        self.routed = RoutedTokens(model, targets)
         self.kinds = kinds
         self.squares = kinds & {"fisher", "taylor"}
         self.batch: Batch = {}
@@ -188,6 +190,7 @@ class Collector:
     def attached(self) -> Iterator[None]:
         """Hook all targets while the context lasts."""
         hooks = [module.register_forward_hook(partial(self._forward, layer)) for layer, module in self.modules.items()]
+        hooks += self.routed.hooks()
         try:
             yield
         finally:
@@ -200,7 +203,9 @@ class Collector:
         self.calls = {}
         self.examples += batch_size(batch)
 
-    def add_inputs(self, target: Target, inputs: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def add_inputs(
+        self, target: Target, inputs: Tensor, dense: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | RoutedRows | None]:
         """Add the inputs of one call of `target` to the statistics of inputs.
 
         Args:
@@ -208,17 +213,18 @@ class Collector:
             dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
-            The inputs as `(batch, tokens, in)`, and a mask that is 0 at padding tokens, or None without padding.
+            The inputs as `(batch, tokens, in)`, and a mask that is 0 at padding tokens, or None without padding. For
+            an expert's layer, `tokens` is the largest number of an example's tokens that it reads.
         """
         module = self.modules[target]
         ids = is_embedding(module)
-        mask = self._token_mask(target, inputs.shape if ids else inputs.shape[:-1], self._count_call(target))
-        mask = None if mask is None else mask.to(inputs.device)
+        mask = self._rows(target, inputs.shape if ids else inputs.shape[:-1])
+        mask = mask.to(inputs.device) if isinstance(mask, Tensor) else mask
         x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), mask)
-        if "inputs" not in self.kinds or target.input_of != target.name:
+        if "inputs" not in self.kinds or target.input_of != target.name or not x.shape[1]:
             return x, mask
         dtype = _sum_dtype(module.get_parameter("weight"))
-        if ids:
+        if ids and not isinstance(mask, RoutedRows):
             self._add("inputs", target.name, lookup_counts(x, mask, target.in_features).to(dtype))
         else:
             self._add_gram("inputs", target.name, x.flatten(0, 1).to(dtype))
@@ -234,14 +240,16 @@ class Collector:
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, mask = self.add_inputs(target, args[0])
         call = len(self.calls[target]) - 1
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not x.shape[1]:
             return output
         if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
             output = output.detach().requires_grad_().clone()
         output.register_hook(partial(self._backward, target, call, x if self.squares else None, mask))
         return output
 
-    def _backward(self, target: Target, call: int, x: Tensor | None, mask: Tensor | None, gradient: Tensor) -> None:
+    def _backward(
+        self, target: Target, call: int, x: Tensor | None, mask: Tensor | RoutedRows | None, gradient: Tensor
+    ) -> None:
         delta = self._by_example(gradient.detach(), mask)
         if "output_gradients" in self.kinds:
             flat = delta.flatten(0, 1)
@@ -277,6 +285,19 @@ class Collector:
         for kind, (by_input, by_output) in sums.items():
             self._add(kind, f"{target.name}.input", by_input)
             self._add(kind, f"{target.name}.output", by_output)
+
+    def _rows(self, target: Target, shape: Sequence[int]) -> Tensor | RoutedRows | None:
+        """Return which of the inputs of a call of `target` are no padding: a mask, or None if there is no padding.
+
+        Args:
+            shape: shape of the inputs, without the features.
+        """
+        call = self._count_call(target)
+        if not target.routed_by:
+            return self._token_mask(target, shape, call)
+        size, count = batch_size(self.batch), self.routed.count(target)
+        shape = (count,) if count % size else (size, count // size)
+        return self.routed.rows(target, size, self._token_mask(target, shape, call))
 
     def _token_mask(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
         """Return the padding mask `(batch, tokens)` of a call's inputs, or None if they have no padding.
@@ -321,10 +342,12 @@ class Collector:
                 "of another, which belong to no mask; exclude this target"
             )
 
-    def _by_example(self, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_example(self, values: Tensor, mask: Tensor | RoutedRows | None) -> Tensor:
         """Return `values` as `(batch, tokens, features)`, zero at padding; floats become at least float32."""
         if values.is_floating_point():
             values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if isinstance(mask, RoutedRows):
+            return mask.by_example(values)
         values = values.reshape(batch_size(self.batch), -1, values.shape[-1])
         return values if mask is None else values.masked_fill(mask.unsqueeze(-1) == 0, 0)
 
@@ -362,6 +385,8 @@ class Collector:
     def _fill_missing(self) -> None:
         """Set gradient statistics to zero for targets that got no gradient, such as a pooler that the head ignores."""
         for target, module in self.modules.items():
+            if target.routed_by and target.name not in self.routed.reached:
+                continue  # no token reached the expert, which therefore has no statistics at all
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
             empty = torch.empty(0, device=device, dtype=_sum_dtype(parameter))

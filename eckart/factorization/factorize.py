@@ -140,8 +140,9 @@ def factorize_in_order(
     With an anchor above 0, targets without a rank are also corrected, and stay dense. All original dense weights then
     stay in memory until the end.
 
-    Targets that run several times, and products of two layers with different input tensors, are factorized first, with
-    `statistics` and without an anchor, because the forward has no point at which all their inputs are known.
+    Targets that run several times, experts, and products of two layers with different input tensors are factorized
+    first, with `statistics` and without an anchor. The forward has no point at which all inputs of repeated targets or
+    products are known, and a batch may send no token to an expert, or other tokens than the original model does.
 
     Args:
         targets: targets in order of execution, as `find_targets` returns them.
@@ -153,7 +154,12 @@ def factorize_in_order(
     Raises:
         ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
     """
-    first = [target for target in targets if target.repeated or len({layer.input_of for layer in target.layers}) > 1]
+    first = [
+        target
+        for target in targets
+        if target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1
+    ]
+    done = {target.name for target in first}
     dense = DenseModules(model) if order.anchor else None
     if dense:
         dense.keep(first)
@@ -161,7 +167,7 @@ def factorize_in_order(
     groups = _by_input(
         target
         for target in targets
-        if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
+        if target.name not in done and (ranks[target.name] is not None or (order.anchor and target.sampled))
     )
     with layerwise_forward(model, groups, batches, dense) as forward:
         for group in progress(groups, "Factorization in order", "step"):

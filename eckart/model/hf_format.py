@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from eckart.model.experts import unfuse_like, unfused_experts
 from eckart.model.layers import (
     factorized,
     head_counts,
@@ -60,7 +61,10 @@ class EckartConfig(QuantizationConfigMixin):
         heads: name of a layer of an attention product → number of heads.
         pivoted: names of the layers in pivoted storage.
         tied: name of a head → name of the embedding with the factors that the head uses.
+        experts: names of the modules of experts that are taken apart (eckart/model/experts.py).
     """
+
+    experts: Sequence[str] = ()  # of the class, so that config.json of a model without experts does not have it
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class EckartConfig(QuantizationConfigMixin):
         heads: dict[str, int] | None = None,
         pivoted: list[str] | None = None,
         tied: dict[str, str] | None = None,
+        experts: list[str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = "eckart"  # type: ignore[assignment]
@@ -77,6 +82,8 @@ class EckartConfig(QuantizationConfigMixin):
         self.heads = heads or {}
         self.pivoted = pivoted or []
         self.tied = tied or {}
+        if experts:
+            self.experts = experts
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
@@ -96,6 +103,10 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # only weights saved in this format can be loaded; loading does not compress dense ones
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        names = dict(model.named_modules(remove_duplicate=False))
+        for name in self.quantization_config.experts:
+            if (place := _name_here(model, name, names)) is not None:
+                unfuse_like(model, place)
         names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.ranks:
             if (place := _name_here(model, name, names)) is not None:
@@ -143,9 +154,10 @@ def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str
 
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
-    if ranks := factorized(model):
+    ranks, experts = factorized(model), unfused_experts(model)
+    if ranks or experts:
         model.config.quantization_config = EckartConfig(
-            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
+            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), experts
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
