@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.weightings import exact_dtype
+from eckart.model.experts import sharing_copy
 from eckart.model.layers import present, replace, set_weight
 from eckart.model.targets import Target, weight_of
 
@@ -65,9 +66,16 @@ class DenseModules:
         self.modules: dict[str, nn.Module] = {}
 
     def keep(self, targets: Iterable[Target]) -> None:
-        """Store the modules that `targets` have now, before they are replaced."""
+        """Store the modules that `targets` have now, before they are replaced.
+
+        Of experts, the module of all experts of a layer is stored, which `back` can put back faster than each of them.
+        """
         for target in targets:
-            self.modules |= {layer.name: self.model.get_submodule(layer.name) for layer in target.layers}
+            if not target.routed_by:
+                self.modules |= {layer.name: self.model.get_submodule(layer.name) for layer in target.layers}
+            elif target.routed_by not in self.modules:
+                experts = self.modules[target.routed_by] = self.model.get_submodule(target.routed_by)
+                replace(self.model, target.routed_by, sharing_copy(experts))
 
     @contextmanager
     def back(self) -> Iterator[None]:

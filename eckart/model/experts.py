@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from eckart.model.layers import LowRankLayer, replace
 
 if TYPE_CHECKING:
     from eckart.model.targets import Target
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _TOKENS = 8  # random tokens on which a fused module and its experts are compared
 _ROUNDING = {True: 1e-4, False: 5e-2}
@@ -160,12 +162,17 @@ def unfused(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` that shares all tensors with it, after `unfuse`; `model` itself if nothing is fused."""
     if not any(map(is_fused, model.modules())):
         return model
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    same = copy.deepcopy(model, tensors)  # deepcopy takes them for copies that it has made already
+    same = sharing_copy(model)
     for name, module in _fused(same):
         if _computes_alike(module, experts := Experts(module, share=True)):
             replace(same, name, experts)
     return same
+
+
+def sharing_copy(module: Module) -> Module:
+    """Return a copy of `module`, whose layers can be replaced alone, but which shares all tensors with it."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, tensors)  # takes them for copies that it has made already
 
 
 def fuse(model: PreTrainedModel) -> None:

@@ -134,6 +134,14 @@ def test_experts_of_an_unknown_kind_stay_as_they_are():
     assert "experts" in excluded["model.layers.0.mlp.experts.gate_up_proj"]
 
 
+def test_offloaded_experts_stay_as_they_are():
+    model = built("Mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.to("meta"))
+    unfuse(model)
+    assert unfused_experts(model) == ["model.layers.1.mlp.experts"]
+
+
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +272,11 @@ def test_a_compressed_mixture_keeps_its_share_and_can_be_loaded(family, recipe, 
     assert not unfused_experts(model)
     small.save_pretrained(tmp_path)
     tiny.assert_same(small, eckart.load(tmp_path), batches[0])
+
+
+def test_a_search_that_runs_the_compressed_model_refuses_experts():
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_up .*targets\.experts"):
+        eckart.compress(built("Mixtral"), [padded()], 0.5, "drone_tolerance")
 
 
 def test_experts_can_be_left_out():
