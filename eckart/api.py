@@ -43,7 +43,7 @@ from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
-from eckart.calibration.routed_tokens import unreached, without_unreached
+from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
@@ -297,8 +297,7 @@ def compress(
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
     gathering: defaultdict[str, float] = defaultdict(float)
     with _timed(gathering, "statistics"):
-        problem, idle = _calibrate(model, data, targets, valid_recipe, loss, seed)
-    targets = without_unreached(targets, idle)
+        problem, targets = _calibrate(model, data, targets, valid_recipe, loss, seed)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
@@ -362,10 +361,10 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 def _calibrate(
     model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
-) -> tuple[SearchProblem, Sequence[str]]:
+) -> tuple[SearchProblem, Targets]:
     """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1.
 
-    Also return the names of the targets that the search leaves out, because no token reached their expert.
+    Also return its targets: without those of experts that no token reached.
     """
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
     objective = _objective(model, batches, recipe, kinds, loss)
@@ -383,10 +382,10 @@ def _calibrate(
     statistics = next(passed, {})
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
-    idle = unreached(targets.targets, statistics) if kinds else []
+    targets = without_unreached(targets, statistics) if kinds else targets
     problem = SearchProblem(
         model=model,
-        targets=without_unreached(targets, idle).targets,
+        targets=targets.targets,
         keep=1.0,
         seed=seed,
         objective=objective,
@@ -397,7 +396,7 @@ def _calibrate(
             islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
         ),
     )
-    return problem, idle
+    return problem, targets
 
 
 def _compress_in_place(

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, batch_size
-from eckart.calibration.routed_tokens import unreached, without_unreached
-from eckart.calibration.statistics import passes, save_statistics
+from eckart.calibration.routed_tokens import without_unreached
+from eckart.calibration.statistics import load_statistics, passes, save_statistics
 from eckart.model.attention_products import find_products
 from eckart.model.experts import unfuse
 from eckart.model.targets import Targets, find_targets
@@ -38,7 +38,6 @@ def importance() -> None:
     with explained(), output(IMPORTANCE) as folder:
         targets = _find(model, next(examples(2, 2)), patterns)
         groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
-        idle: list[str] = []  # targets of experts that no token reached
         number = 0  # of the pass
 
         def all_examples() -> Iterator[Batch]:
@@ -61,9 +60,9 @@ def importance() -> None:
             offload_activations=params.offload_activations,
         ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
-            idle += unreached(groups[number - 1].targets, statistics)
             del statistics  # frees them before the next pass
-        (folder / TARGETS.name).write_text(without_unreached(targets, idle).model_dump_json(indent=2))
+        targets = without_unreached(targets, load_statistics(folder))
+        (folder / TARGETS.name).write_text(targets.model_dump_json(indent=2))
 
 
 def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Targets:

@@ -89,11 +89,16 @@ class RoutedTokens:
 
 
 def unreached(targets: Iterable[Target], statistics: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the names of the experts' targets that have no `statistics`, because no token reached their expert."""
+    """Return the names of the experts' targets that have no statistics, because no token reached their expert.
+
+    Args:
+        statistics: of all targets (eckart/calibration/statistics.py); only their keys are read.
+    """
     keys = {key.removesuffix(".input") for tensors in statistics.values() for key in tensors}
     return [target.name for target in targets if target.routed_by and target.sampled and target.name not in keys]
 
 
-def without_unreached(found: Targets, names: Collection[str]) -> Targets:
-    """Return `found` without the targets `names`, which then stay dense, for the reason `UNREACHED`."""
+def without_unreached(found: Targets, statistics: Mapping[str, Collection[str]]) -> Targets:
+    """Return `found` without the targets that are `unreached`, which then stay dense."""
+    names = unreached(found.targets, statistics)
     return leave_out(found, names, UNREACHED) if names else found
