@@ -36,14 +36,21 @@ class RoutedRows:
 
     def by_example(self, values: Tensor) -> Tensor:
         """Return `values` `(all rows, features)` as `(batch, width, features)`, zero after an example's last row."""
-        counts = self.examples.bincount(minlength=self.batch)
+        counts = self._counts
         places = torch.arange(len(self.rows), device=values.device) - (counts.cumsum(0) - counts)[self.examples]
-        spread = values.new_zeros(self.batch, int(counts.max()), values.shape[-1])
+        spread = values.new_zeros(*self.mask.shape, values.shape[-1])
         return spread.index_put((self.examples, places), values[self.rows])
 
-    def sum(self) -> Tensor:
-        """Return the number of rows `()`, as the sum of a mask would."""
-        return torch.tensor(len(self.rows), device=self.rows.device)
+    @property
+    def mask(self) -> Tensor:
+        """Whether a place of `by_example` holds a row `(batch, width)`."""
+        width = int(self._counts.max())
+        return torch.arange(width, device=self.rows.device) < self._counts[:, None]
+
+    @property
+    def _counts(self) -> Tensor:
+        """Number of rows of each example `(batch,)`."""
+        return self.examples.bincount(minlength=self.batch)
 
 
 class RoutedTokens:

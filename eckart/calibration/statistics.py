@@ -213,44 +213,45 @@ class Collector:
             dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
-            The inputs as `(batch, tokens, in)`, and a mask that is 0 at padding tokens, or None without padding. For
-            an expert's layer, `tokens` is the largest number of an example's tokens that it reads.
+            The inputs as `(batch, tokens, in)`, and which rows of the call are no padding. For an expert's layer,
+            `tokens` is the largest number of an example's tokens that it reads.
         """
         module = self.modules[target]
         ids = is_embedding(module)
-        mask = self._rows(target, inputs.shape if ids else inputs.shape[:-1])
-        mask = mask.to(inputs.device) if isinstance(mask, Tensor) else mask
-        x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), mask)
+        rows = self._rows(target, inputs.shape if ids else inputs.shape[:-1])
+        rows = rows.to(inputs.device) if isinstance(rows, Tensor) else rows
+        mask = rows.mask if isinstance(rows, RoutedRows) else rows
+        x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), rows)
         if "inputs" not in self.kinds or target.input_of != target.name or not x.shape[1]:
-            return x, mask
+            return x, rows
         dtype = _sum_dtype(module.get_parameter("weight"))
-        if ids and not isinstance(mask, RoutedRows):
+        if ids:
             self._add("inputs", target.name, lookup_counts(x, mask, target.in_features).to(dtype))
         else:
             self._add_gram("inputs", target.name, x.flatten(0, 1).to(dtype))
         tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if mask is None else mask.sum()
         self._add("tokens", target.name, tokens.to(dtype))
         if dense is not None and not ids:
-            product = self._by_example(dense, mask).flatten(0, 1).T @ x.flatten(0, 1)
+            product = self._by_example(dense, rows).flatten(0, 1).T @ x.flatten(0, 1)
             self._add("dense_inputs", target.name, product.to(dtype))
         if target.name in self.product_inputs:
             self._add("input_sums", target.name, x.sum((0, 1)).to(dtype))
-        return x, mask
+        return x, rows
 
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x, mask = self.add_inputs(target, args[0])
+        x, rows = self.add_inputs(target, args[0])
         call = len(self.calls[target]) - 1
         if not torch.is_grad_enabled() or not x.shape[1]:
             return output
         if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
             output = output.detach().requires_grad_().clone()
-        output.register_hook(partial(self._backward, target, call, x if self.squares else None, mask))
+        output.register_hook(partial(self._backward, target, call, x if self.squares else None, rows))
         return output
 
     def _backward(
-        self, target: Target, call: int, x: Tensor | None, mask: Tensor | RoutedRows | None, gradient: Tensor
+        self, target: Target, call: int, x: Tensor | None, rows: Tensor | RoutedRows | None, gradient: Tensor
     ) -> None:
-        delta = self._by_example(gradient.detach(), mask)
+        delta = self._by_example(gradient.detach(), rows)
         if "output_gradients" in self.kinds:
             flat = delta.flatten(0, 1)
             if target.of_vocabulary:
@@ -342,14 +343,14 @@ class Collector:
                 "of another, which belong to no mask; exclude this target"
             )
 
-    def _by_example(self, values: Tensor, mask: Tensor | RoutedRows | None) -> Tensor:
+    def _by_example(self, values: Tensor, rows: Tensor | RoutedRows | None) -> Tensor:
         """Return `values` as `(batch, tokens, features)`, zero at padding; floats become at least float32."""
         if values.is_floating_point():
             values = values.to(torch.promote_types(values.dtype, torch.float32))
-        if isinstance(mask, RoutedRows):
-            return mask.by_example(values)
+        if isinstance(rows, RoutedRows):
+            return rows.by_example(values)
         values = values.reshape(batch_size(self.batch), -1, values.shape[-1])
-        return values if mask is None else values.masked_fill(mask.unsqueeze(-1) == 0, 0)
+        return values if rows is None else values.masked_fill(rows.unsqueeze(-1) == 0, 0)
 
     def _add(self, kind: str, key: str, value: Tensor) -> None:
         sums = self.sums.setdefault(kind, {})
