@@ -47,6 +47,7 @@ from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm
 from eckart.model.census import Census
 from eckart.model.experts import unfused
@@ -98,6 +99,7 @@ class Report:
         parameters: the whole model's number of parameters, (before, after).
         macs: mean multiply-accumulates for an example of the first batch, (before, after).
         scores: the model's score, (before, after); None unless `largest_drop` was given.
+        refined: name of each refined transformer layer → its error on held-out examples, (before, after).
         loss_unit: what the predicted losses measure; the recipe's weighting decides it.
         seconds: seconds that each part took: statistics, search, factorization, and with `largest_drop` scoring.
             Several keeps share the statistics. With `largest_drop`, all sizes that were tried count.
@@ -109,6 +111,7 @@ class Report:
     parameters: tuple[int, int]
     macs: tuple[int, int]
     scores: tuple[float, float] | None
+    refined: Mapping[str, tuple[float, float]]
     loss_unit: str
     seconds: Mapping[str, float]
 
@@ -152,6 +155,14 @@ class Report:
             lines.append(("predicted loss", f"{self.predicted_loss:.3g}: {self.loss_unit}"))
         if self.scores is not None:
             lines.append(("score", "{:.4g} → {:.4g}".format(*self.scores)))
+        if self.refined:
+            middle = (median(errors[place] for errors in self.refined.values()) for place in (0, 1))
+            lines.append(
+                (
+                    "refined",
+                    f"{len(self.refined)} layers; held-out error {next(middle):.3g} → {next(middle):.3g} (median)",
+                )
+            )
         lines.append(("seconds", ", ".join(f"{name} {taken:.1f}" for name, taken in self.seconds.items())))
         if self.census.warning:
             lines.append(("warning", self.census.warning))
@@ -273,7 +284,7 @@ def compress(
             `batches` reaches stay dense.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
-        seed: seed of rank searches that draw random numbers.
+        seed: seed of rank searches that draw random numbers, and of refinement.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
     Returns:
@@ -302,7 +313,7 @@ def compress(
 
     def compress_to(keep: float) -> Compressed:
         small, seconds = copy.deepcopy(model), gathering.copy()
-        chosen = _compress_in_place(
+        chosen, refined = _compress_in_place(
             replace(problem, model=small, keep=keep, progress=_progress(keep)), valid_recipe, data, seconds
         )
         report = Report(
@@ -312,6 +323,7 @@ def compress(
             parameters=(model.num_parameters(), small.num_parameters()),
             macs=(macs_before, macs(small, data[0]) // batch_size(data[0])),
             scores=None,
+            refined={block.name: (block.before, block.after) for block in refined},
             loss_unit=valid_recipe.weighting.loss_unit,
             seconds=dict(seconds),
         )
@@ -401,13 +413,13 @@ def _calibrate(
 
 def _compress_in_place(
     problem: SearchProblem, recipe: Recipe, batches: Sequence[Batch], seconds: defaultdict[str, float]
-) -> ChosenRanks:
+) -> tuple[ChosenRanks, list[RefinedBlock]]:
     """Compress the model of `problem` and add the `seconds` of the search and of the factorization."""
     model = problem.model
     with _timed(seconds, "search"):
         chosen = search_ranks(problem, recipe.ranks, storage=recipe.storage)
     with _timed(seconds, "factorization"):
-        factorize_model(
+        refined = factorize_model(
             model,
             chosen.targets,
             chosen.ranks,
@@ -416,11 +428,13 @@ def _compress_in_place(
             in_order=recipe.sequential,
             batches=batches,
             progress=problem.progress,
+            seed=problem.seed,
+            loss=problem.objective.loss,
         )
         if recipe.storage == "pivoted":
             pivot(model)
     hf_format.describe(model)
-    return chosen
+    return chosen, refined
 
 
 def _progress(keep: float) -> Progress:
@@ -576,6 +590,13 @@ def _objective(
     """
     if loss is None and kinds - {"inputs"}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
+    if (
+        loss is None
+        and recipe.sequential
+        and recipe.sequential.refine
+        and recipe.sequential.refine.error == "gradients"
+    ):
+        return objective_of(model, batches, "refine.error gradients")
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
     used = loss or _run_without_loss

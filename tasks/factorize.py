@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from pydantic import BaseModel
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
+from eckart.factorization.refinement import NO_STORE
 from eckart.factorization.weightings import Weighting
 from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
@@ -17,13 +19,17 @@ from eckart.recipe_parts import Source
 from eckart.residual import Residual
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, load_decision, source_model
-from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Count, Model, section
+from tasks.artifacts.task_spec import SPLITS, load_task
+from tasks.config.schema import Count, Labels, Model, Seed, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
+from tasks.training.refined_blocks import RefinedBlocks
+
+REFINEMENT = "refinement.json"
+"""Name of the file in `FACTORIZED / candidate` with the errors of each refined block, if the recipe refines."""
 
 
 class FactorizationParts(BaseModel):
@@ -41,19 +47,34 @@ def factorize(recipe: str, keep: str) -> None:
     The saved model has plain factors even if the recipe asks for another storage: the stage finetune trains the factors
     and only then converts them to that storage, which computes the same outputs. If the recipe has a residual, the
     model also keeps the difference between each weight and the product of its factors. Fine-tuning then prunes it.
+
+    If the recipe refines, each refined block is stored until the end, so that a stage that was killed goes on.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
-    kind = kind_of(load_task())
+    kind, size, seed = kind_of(load_task()), section("importance.batch_size", Count), section("seed", Seed)
+    labels = section("importance.labels", Labels)
     calibration: Iterable[Batch] = ()
     device_map = section("model", Model).device_map if parts.sequential else None
-    model, tokenizer = load(source_model(name, DENSE[parts.source]), kind.auto, device_map=device_map)
+    source = source_model(name, DENSE[parts.source])
+    model, tokenizer = load(source, kind.auto, device_map=device_map)
     targets = Targets.model_validate_json(TARGETS.read_text()).targets
     unfuse(model, targets)
+    store = NO_STORE
     if parts.sequential:
-        data, size = encoded("calibration", tokenizer), section("importance.batch_size", Count)
+        data = encoded("calibration", tokenizer)
         calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
+    if parts.sequential and parts.sequential.refine:
+        inputs = (source, IMPORTANCE, RANKS / name, SPLITS / "calibration.parquet", SPLITS / "task.json")
+        settings = {
+            **parts.model_dump(mode="json"),
+            "size": size,
+            "labels": labels,
+            "seed": seed,
+            "device_map": device_map,
+        }
+        store = RefinedBlocks(name, inputs, settings)
     with explained():
-        factorize_model(
+        refined = factorize_model(
             model,
             targets,
             load_decision(name).ranks,
@@ -62,9 +83,16 @@ def factorize(recipe: str, keep: str) -> None:
             in_order=parts.sequential,
             batches=calibration,
             residual=parts.residual is not None,
+            seed=seed,
+            store=store,
+            loss=kind.objective(labels).calibration_loss,
         )
     with output(FACTORIZED / name) as folder:
         save(model, tokenizer, folder)
+        if refined:
+            blocks = [block.model_dump() for block in refined]
+            (folder / REFINEMENT).write_text(json.dumps(blocks, indent=1) + "\n")
+    store.remove()
     say(f"{len(factorized(model))} linear layers factorized, {model.num_parameters():,} parameters in all")
 
 

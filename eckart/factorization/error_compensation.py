@@ -66,16 +66,23 @@ class DenseModules:
         self.modules: dict[str, nn.Module] = {}
 
     def keep(self, targets: Iterable[Target]) -> None:
-        """Store the modules that `targets` have now, before they are replaced.
+        """Store the modules that `targets` have now, before they are replaced, unless a stored block has them.
 
         Of experts, the module of all experts of a layer is stored, which `back` can put back faster than each of them.
         """
-        for target in targets:
-            if not target.routed_by:
-                self.modules |= {layer.name: self.model.get_submodule(layer.name) for layer in target.layers}
-            elif target.routed_by not in self.modules:
-                experts = self.modules[target.routed_by] = self.model.get_submodule(target.routed_by)
-                replace(self.model, target.routed_by, sharing_copy(experts))
+        for layer in (layer for target in targets for layer in target.layers):
+            if any(layer.name.startswith(f"{block}.") for block in self.modules):
+                continue
+            name = layer.routed_by or layer.name
+            self.modules[name] = self.model.get_submodule(name)
+            if layer.routed_by:
+                replace(self.model, name, sharing_copy(self.modules[name]))
+
+    def keep_blocks(self, names: Iterable[str]) -> None:
+        """Store the modules `names` with all that they contain, and put copies in their place."""
+        for name in names:
+            self.modules[name] = self.model.get_submodule(name)
+            replace(self.model, name, deepcopy(self.modules[name]))
 
     @contextmanager
     def back(self) -> Iterator[None]:

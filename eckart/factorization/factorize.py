@@ -18,7 +18,8 @@ orthogonal rows, hence::
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
 and only the second term depends on Ŵ₂. For deeper models, biases or nonlinear functions this is not proven. With an
-anchor above 0, a target approximates the original model's outputs (eckart/factorization/error_compensation.py).
+anchor above 0, a target approximates the original model's outputs (eckart/factorization/error_compensation.py). With
+refinement, each transformer layer is trained after its targets are factorized (eckart/factorization/refinement.py).
 """
 
 from __future__ import annotations
@@ -29,11 +30,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
 from eckart.factorization.layerwise_forward import layerwise_forward
+from eckart.factorization.refinement import (
+    NO_STORE,
+    Block,
+    BlockStore,
+    Refine,
+    RefinedBlock,
+    Step,
+    changed,
+    gradient_moments,
+    refine,
+    restore,
+    split,
+    steps,
+)
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.targets import Product, Target, Tied, weight_of
@@ -52,6 +67,9 @@ class InOrder(BaseModel):
     ridge: float = Field(
         0.1, gt=0, description="weight λ of the pull to the original weights, in units of the inputs' mean square"
     )
+    refine: Refine | None = Field(
+        None, description="train each transformer layer to restore the original layer's outputs; null: do not"
+    )
 
 
 def factorize_model(
@@ -65,7 +83,10 @@ def factorize_model(
     batches: Iterable[Batch] = (),
     residual: bool = False,
     progress: Progress = silent,
-) -> None:
+    seed: int = 0,
+    store: BlockStore = NO_STORE,
+    loss: Loss = mean_loss_times_batch,
+) -> list[RefinedBlock]:
     """Factorize all targets as a recipe asks for: with `factorize_in_order` if `in_order` is given, else at once.
 
     Args:
@@ -73,12 +94,20 @@ def factorize_model(
         in_order: settings of the factorization in order of execution; None: use `factorize_at_once`.
         residual: as in `factorize_at_once`; ignored with `in_order`.
         progress: shows how far the factorization has come.
+        seed: seed of the refinement.
+        store: storage of refined blocks, from which a factorization that was killed goes on.
+        loss: loss for a refinement that weighs errors by gradients.
+
+    Returns:
+        The refined blocks in order of execution; none if the recipe asks for no refinement.
     """
     if in_order:
-        factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order, progress)
-    else:
-        shown = progress(targets, "Factorization", "target")
-        factorize_at_once(model, shown, ranks, weighting, statistics, residual)
+        return factorize_in_order(
+            model, targets, ranks, weighting, statistics, batches, in_order, progress, seed=seed, store=store, loss=loss
+        )
+    shown = progress(targets, "Factorization", "target")
+    factorize_at_once(model, shown, ranks, weighting, statistics, residual)
+    return []
 
 
 def factorize_at_once(
@@ -134,11 +163,15 @@ def factorize_in_order(
     batches: Iterable[Batch],
     order: InOrder,
     progress: Progress = silent,
-) -> None:
+    *,
+    seed: int = 0,
+    store: BlockStore = NO_STORE,
+    loss: Loss = mean_loss_times_batch,
+) -> list[RefinedBlock]:
     """Factorize targets in order of execution, each with statistics of the inputs that it gets after the earlier ones.
 
     With an anchor above 0, targets without a rank are also corrected, and stay dense. All original dense weights then
-    stay in memory until the end.
+    stay in memory until the end. So they do with refinement.
 
     Targets that run several times, experts, and products of two layers with different input tensors are factorized
     first, with `statistics` and without an anchor. The forward has no point at which all inputs of repeated targets or
@@ -149,10 +182,18 @@ def factorize_in_order(
         ranks: target name → rank; None leaves the target dense.
         statistics: statistics of the original model.
         batches: calibration data: model inputs, each tensor `(batch, …)`.
-        progress: shows how far the factorization has come, in groups of targets with the same input.
+        progress: shows how far the factorization has come, in groups of targets with the same input and, with
+            refinement, blocks.
+        seed: seed of the refinement.
+        store: storage of refined blocks, from which a factorization that was killed goes on.
+        loss: loss for a refinement that weighs errors by gradients.
+
+    Returns:
+        The refined blocks in order of execution.
 
     Raises:
-        ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
+        ValueError: a weight or its statistics are missing or not finite, a batch does not run a target, or there are
+            too few batches for refinement.
     """
     first = [
         target
@@ -160,22 +201,47 @@ def factorize_in_order(
         if target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1
     ]
     done = {target.name for target in first}
-    dense = DenseModules(model) if order.anchor else None
-    if dense:
-        dense.keep(first)
-    factorize_at_once(model, first, ranks, weighting, statistics)
     groups = _by_input(
         target
         for target in targets
         if target.name not in done and (ranks[target.name] is not None or (order.anchor and target.sampled))
     )
-    with layerwise_forward(model, groups, batches, dense) as forward:
-        for group in progress(groups, "Factorization in order", "step"):
-            current = {**statistics, **forward.advance_to(group)}
+    dense = DenseModules(model) if order.anchor or order.refine else None
+    plan: list[Step] = [*groups]
+    saved, moments = store.load(), dict[str, Tensor]()
+    if order.refine:
+        plan, batches = steps(model, targets, groups), split(batches, order.refine.batch_size)
+        if order.refine.error == "gradients":
+            names = [step.name for step in plan if isinstance(step, Block)]
+            moments = gradient_moments(model, names, batches, loss)
+    if dense:
+        dense.keep_blocks(block.name for block, _ in saved)
+        dense.keep(first)
+    factorize_at_once(model, first, ranks, weighting, statistics)
+    if dense:
+        plan = restore(model, dense, plan, ranks, [tensors for _, tensors in saved])
+    refined = [block for block, _ in saved]
+    remaining = [step for step in plan if not isinstance(step, Block)]
+    blocks = [step.name for step in plan if isinstance(step, Block)]
+    since: list[Target] = []
+    with layerwise_forward(model, remaining, batches, dense, blocks) as forward:
+        for step in progress(plan, "Factorization in order", "step"):
+            if isinstance(step, Block):
+                assert order.refine
+                calls, moment = forward.end_block(step.name), moments.get(step.name)
+                refined.append(refine(model, step, calls, order.refine, seed, moment))
+                del calls  # frees their memory
+                store.save(refined[-1], changed(model, step, since))
+                since = []
+                continue
+            current = {**statistics, **forward.advance_to(step)}
             if dense:
-                dense.keep(group)
-                anchor_targets(model, group, current, order.anchor, order.ridge)
-            factorize_at_once(model, group, ranks, weighting, current)
+                dense.keep(step)
+            if order.anchor:
+                anchor_targets(model, step, current, order.anchor, order.ridge)
+            factorize_at_once(model, step, ranks, weighting, current)
+            since += step
+    return refined
 
 
 def _by_input(targets: Iterable[Target]) -> list[list[Target]]:

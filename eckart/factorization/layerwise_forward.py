@@ -8,6 +8,9 @@ its modules, because forwards of other batches run in between.
 
 For error compensation (eckart/factorization/error_compensation.py), the original model runs at the same time, in
 forwards of its own.
+
+For refinement (eckart/factorization/refinement.py), the forwards also pause at the end of a transformer layer. The
+compressed model then runs this layer once more, with the parameters that it has by then.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
@@ -28,24 +32,43 @@ from eckart.model.module_context import frozen
 from eckart.model.targets import Target
 
 
+class BlockCall(NamedTuple):
+    """Arguments of a transformer layer for one batch, and the hidden states that it should return.
+
+    Attributes:
+        args, kwargs: arguments of the layer in the compressed model.
+        wanted: hidden states `(batch, tokens, out)` that the original layer returns in the original model.
+        batch: the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: Tensor
+    batch: Batch
+
+
 @contextmanager
 def layerwise_forward(
     model: PreTrainedModel,
     groups: Iterable[Sequence[Target]],
     batches: Iterable[Batch],
     dense: DenseModules | None = None,
+    blocks: Iterable[str] = (),
 ) -> Iterator[LayerwiseForward]:
     """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
 
     Args:
         groups: groups of targets with the same input tensor, in order of execution.
         dense: the original modules, to run the original model as well; None: run only the factorized model.
+        blocks: names of the transformer layers at whose ends the forwards also pause; only with `dense`.
     """
     with frozen(model):
         forward = LayerwiseForward(model, list(batches), dense)
         try:
             for group in groups:
                 forward.pause_at(group[0].name)
+            for block in blocks:
+                forward.pause_after(block)
             yield forward
         finally:
             forward.end()
@@ -59,19 +82,45 @@ class LayerwiseForward:
         self._batches = batches
         self._dense = dense
         self._forwards = [_Forward(model, batch) for batch in batches]
-        self._dense_forwards = [_Forward(model, batch) for batch in batches] if dense else []
+        self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
 
     def pause_at(self, name: str) -> None:
         """Make all forwards pause when they call the target `name`, until `advance_to` has reached this target."""
         module = self._model.get_submodule(name)
-        own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched the forward
+        own = module.forward
 
         def forward(*args: Tensor) -> Tensor:
-            _Forward.pause(name, args[0])
+            if running := _Forward.running():
+                running.pause(name, args[0])
             current = self._model.get_submodule(name)
             result: Tensor = own(*args) if current is module else current(*args)
             return result
+
+        self._patch(name, module, forward)
+
+    def pause_after(self, block: str) -> None:
+        """Make all forwards pause when the transformer layer `block` ends, until `end_block` has reached this point.
+
+        The compressed model's forwards then run the layer again, since its parameters may have changed.
+        """
+        module = self._model.get_submodule(block)
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output, running = own(*args, **kwargs), _Forward.running()
+            if running and running.dense:
+                running.pause(block, hidden_states(output))
+            elif running:
+                del output  # frees its memory
+                running.pause(block, (args, kwargs))
+                output = own(*args, **kwargs)
+            return output
+
+        self._patch(block, module, forward)
+
+    def _patch(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched the forward
 
         def undo() -> None:
             del module.forward
@@ -101,6 +150,23 @@ class LayerwiseForward:
         self._undo.pop(first.name)()
         return collector.finish()
 
+    def end_block(self, block: str) -> list[BlockCall]:
+        """Run all forwards of both models to the end of the transformer layer `block`, and return its calls.
+
+        Raises:
+            ValueError: a batch does not run the layer's targets within one call of the layer.
+        """
+        assert self._dense
+        advice = "its blocks cannot be refined: exclude its targets, or write refine: null"
+        calls = []
+        for number, batch in enumerate(self._batches):
+            with self._dense.back():
+                wanted = self._dense_forwards[number].advance_to(block, advice)
+            args, kwargs = self._forwards[number].advance_to(block, advice)
+            calls.append(BlockCall(args, kwargs, wanted, batch))
+        self._undo.pop(block)()
+        return calls
+
     def end(self) -> None:
         """Abandon all paused forwards where they are, and take back the changes to modules that made them pause."""
         for undo in self._undo.values():
@@ -109,34 +175,44 @@ class LayerwiseForward:
             forward.throw()
 
 
+def hidden_states(output: Any) -> Tensor:
+    """Return the hidden states among the outputs of a transformer layer: the output itself, or the first of several."""
+    hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+    return hidden
+
+
 class _Forward(greenlet):
     """The forward of one batch as a coroutine that runs from pause to pause while its caller waits.
 
     Its `throw` (of greenlet) ends the forward at its current point.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
+    def __init__(self, model: PreTrainedModel, batch: Batch, dense: bool = False) -> None:
         super().__init__(partial(_run, model, batch))
+        self.dense = dense
 
     @torch.no_grad()
-    def advance_to(self, name: str) -> Tensor:
-        """Run to the next pause, which must be at the target `name`, and return the target's input.
+    def advance_to(self, name: str, advice: str = "exclude it") -> Any:
+        """Run to the next pause, which must be at the module `name`, and return what the pause tells.
 
         Raises:
-            ValueError: the forward pauses at another target, or ends.
+            ValueError: the forward pauses at another module, or ends.
         """
         pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
-            raise ValueError(f"{name}: not every batch runs this layer in this order: exclude it")
-        inputs: Tensor = pause[1]
-        return inputs
+            raise ValueError(f"{name}: not every batch runs this layer in this order: {advice}")
+        return pause[1]
 
     @staticmethod
-    def pause(name: str, inputs: Tensor) -> None:
-        """Pause the current forward at the target `name`; do nothing outside of such a forward."""
+    def running() -> _Forward | None:
+        """Return the forward that runs now and has a caller to pause for."""
         current = getcurrent()
-        if isinstance(current, _Forward) and current.parent:
-            current.parent.switch((name, inputs))
+        return current if isinstance(current, _Forward) and current.parent else None
+
+    def pause(self, name: str, told: Any) -> None:
+        """Pause this forward, which is running, at the module `name`, and tell the caller something."""
+        assert self.parent
+        self.parent.switch((name, told))
 
 
 def _run(model: PreTrainedModel, batch: Batch) -> None:

@@ -24,17 +24,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode, with frozen parameters and no key-value cache; on exit, restore all of these."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    config = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)
+    # Parts of a model, such as the language model beside a vision tower, have configs of their own.
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    caches = {key: config.use_cache for key, config in configs.items() if getattr(config, "use_cache", None)}
     try:
         model.requires_grad_(False)
-        if config is not None and caches is not None:
-            config.use_cache = False
+        for key in caches:
+            configs[key].use_cache = False
         with eval_mode(model):
             yield
     finally:
-        if config is not None and caches is not None:
-            config.use_cache = caches
+        for key, cached in caches.items():
+            configs[key].use_cache = cached
         for name, parameter in model.named_parameters():  # by name: parameters may have been replaced
             if name in trainable:
                 parameter.requires_grad_(True)

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from eckart.factorization.factorize import InOrder
+from eckart.factorization.refinement import Refine
 from eckart.factorization.weightings import Weighting
 from eckart.published_recipes import PUBLISHED
 from eckart.ranks import RankSearch
@@ -139,6 +140,7 @@ def page() -> str:
     lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
     lines += ["", "A recipe has these parts; the sections below describe the kinds of each.", "", *_table(Recipe)]
     lines += ["", "Keys of `sequential`:", "", *_table(InOrder)]
+    lines += ["", "Keys of `sequential.refine`:", "", *_table(Refine)]
     for name, family in _FAMILIES.items():
         lines += ["", f"## {name}", "", f"{_sentence(Recipe.model_fields[name].description)}"]
         for method in models_in(family):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +23,32 @@ from tasks.finetune import RecoveryParts
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
 from tasks.search import SearchParts
+from tasks.training.checkpoints import CHECKPOINTS
+from tasks.training.refined_blocks import RefinedBlocks
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace
+
+
+class Killed(Exception):
+    pass
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = {"anchor": 0.5, "ridge": 0.1}
+    """Also if the stage factorize is killed after its first refined block."""
+    order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "learning_rate": 1e-3, "error": "gradients"}}
     monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"sequential": order}}))
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
-    for stage in ("search", "factorize"):
-        run_stage(stage, "kfac", "0.5")
+    run_stage("search", "kfac", "0.5")
+    with monkeypatch.context() as patched:
+        patched.setattr(RefinedBlocks, "save", _killed_after(RefinedBlocks.save))
+        with pytest.raises(Killed):
+            run_stage("factorize", "kfac", "0.5")
+    assert len([*CHECKPOINTS.rglob("*.safetensors")]) == 1
+    run_stage("factorize", "kfac", "0.5")
+    assert not [*CHECKPOINTS.rglob("*.safetensors")]
+    blocks = json.loads((FACTORIZED / "kfac-0.5/refinement.json").read_text())
+    assert [block["name"] for block in blocks] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     model, tokenizer = load(TEACHER, AutoModelForSequenceClassification)
     collate = kind_of(load_task()).collate(tokenizer, model)
     data = list(batches(encoded("calibration", tokenizer), collate, 8, "cpu"))
@@ -39,9 +56,19 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     small, report = eckart.compress(model, data, 0.5, recipe)
     expected, _ = load(FACTORIZED / "kfac-0.5", AutoModelForSequenceClassification)
     assert {name: target.rank for name, target in report.targets.items()} == load_decision("kfac-0.5").ranks
+    assert report.refined == {block["name"]: (block["before"], block["after"]) for block in blocks}
+    assert "held-out error" in str(report)
     own, theirs = small.state_dict(), expected.state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in own.items())
+
+
+def _killed_after(save: Any) -> Any:
+    def save_and_die(*args: Any) -> None:
+        save(*args)
+        raise Killed
+
+    return save_and_die
 
 
 @pytest.mark.parametrize(
