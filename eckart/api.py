@@ -43,8 +43,9 @@ from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
+from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
-from eckart.calibration.statistics import StatisticKind, passes
+from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
@@ -210,6 +211,8 @@ def compress(
     tied: bool = ...,
     experts: bool = ...,
     loss: Loss | None = ...,
+    clip: tuple[float, float] | None = ...,
+    edges: float = ...,
     seed: int = ...,
     check: bool = ...,
 ) -> Compressed: ...
@@ -228,6 +231,8 @@ def compress(
     tied: bool = ...,
     experts: bool = ...,
     loss: Loss | None = ...,
+    clip: tuple[float, float] | None = ...,
+    edges: float = ...,
     seed: int = ...,
     check: bool = ...,
 ) -> list[Compressed]: ...
@@ -247,6 +252,8 @@ def compress(
     tied: bool = False,
     experts: bool = True,
     loss: Loss | None = None,
+    clip: tuple[float, float] | None = None,
+    edges: float = 0.0,
     seed: int = 0,
     check: bool = True,
 ) -> Compressed | list[Compressed]:
@@ -284,6 +291,9 @@ def compress(
             `batches` reaches stay dense.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
+        clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
+            (0.1, 10) for language models. None: no limits.
+        edges: share of an example's tokens at each end whose gradients do not count; LEMS: 0.125.
         seed: seed of rank searches that draw random numbers, and of refinement.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
@@ -300,6 +310,7 @@ def compress(
     model = unfused(model) if experts else model
     keeps = _keeps(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
+    robust = RobustGradients(clip, edges)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
@@ -308,7 +319,7 @@ def compress(
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
     gathering: defaultdict[str, float] = defaultdict(float)
     with _timed(gathering, "statistics"):
-        problem, targets = _calibrate(model, data, targets, valid_recipe, loss, seed)
+        problem, targets = _calibrate(model, data, targets, valid_recipe, loss, seed, robust)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
@@ -372,7 +383,13 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 
 def _calibrate(
-    model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    targets: Targets,
+    recipe: Recipe,
+    loss: Loss | None,
+    seed: int,
+    robust: RobustGradients,
 ) -> tuple[SearchProblem, Targets]:
     """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1.
 
@@ -390,6 +407,7 @@ def _calibrate(
         objective.loss,
         checked=batches,
         warn=messages.append,
+        robust=robust,
     )
     statistics = next(passed, {})
     for message in filter(None, messages):
@@ -403,6 +421,7 @@ def _calibrate(
         objective=objective,
         weighting=recipe.weighting,
         statistics=statistics,
+        robust=robust,
         train=_refuse_training,
         calibration=lambda count: list(
             islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count)
@@ -588,7 +607,7 @@ def _objective(
 
     Otherwise its loss only runs the model and is always 0.
     """
-    if loss is None and kinds - {"inputs"}:
+    if loss is None and kinds & {*OF_GRADIENTS}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if (
         loss is None

@@ -24,10 +24,30 @@ PUBLISHED: Mapping[str, Published] = {
     "svd": Published("Truncated SVD (Eckart and Young 1936)", "https://doi.org/10.1007/BF02288367", {}),
     "fwsvd": Published("FWSVD (Hsu et al., ICLR 2022)", "https://arxiv.org/abs/2207.00112", {"weighting": "fisher"}),
     "iwsvd": Published("IWSVD, by Taylor scores", None, {"weighting": "taylor"}),
+    "asvd": Published(
+        "ASVD (Yuan et al. 2023), at uniform ranks",
+        "https://arxiv.org/abs/2312.05821",
+        {"weighting": "activation_scaling"},
+    ),
     "drone": Published(
-        "DRONE (Chen et al., NeurIPS 2021), at uniform ranks",
+        "DRONE (Chen et al., NeurIPS 2021), at uniform ranks; the whitening of SVD-LLM",
         "https://neurips.cc/virtual/2021/poster/28707",
         {"weighting": "inputs"},
+    ),
+    "svd_llm_sequential": Published(
+        "SVD-LLM's whitening, layer after layer (objective 3 of AA-SVD)",
+        "https://arxiv.org/abs/2604.02119",
+        {"weighting": "inputs", "sequential": {"anchor": 0.0}},
+    ),
+    "aa_svd": Published(
+        "AA-SVD without refinement, at uniform ranks",
+        "https://arxiv.org/abs/2604.02119",
+        {"weighting": "inputs", "sequential": {"anchor": 1.0, "ridge": 1e-9}},
+    ),
+    "kfac_svd": Published(
+        "KFAC-SVD (LEMS, ICML 2026), at uniform ranks",
+        None,
+        {"weighting": {"kind": "kfac", "shrinkage": 0.3, "input_shrinkage": 0.1}},
     ),
     "kfac": Published(
         "K-FAC weighting (as in KFAC-SVD, ICML 2026), waterfilled ranks (ours)",

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, batch_size
+from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import load_statistics, passes, save_statistics
 from eckart.model.attention_products import find_products
@@ -58,6 +59,7 @@ def importance() -> None:
             checked=list(examples(params.batch_size, params.batch_size)),
             warn=warn,
             offload_activations=params.offload_activations,
+            robust=RobustGradients(params.clip, params.edges),
         ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
             del statistics  # frees them before the next pass

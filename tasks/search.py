@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel, set_seed
 
 from eckart.calibration.losses import Batch, Loss
+from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.weightings import Weighting
 from eckart.model.experts import unfuse
@@ -31,7 +32,7 @@ from eckart.training.rules import Rule
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS, Decision
 from tasks.artifacts.task_spec import Split, load_task
-from tasks.config.schema import Count, Labels, Seed, Trainer, section
+from tasks.config.schema import Clip, Count, Edges, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
@@ -79,6 +80,7 @@ def search(recipe: str, keep: str) -> None:
         objective=objective,
         weighting=parts.weighting,
         statistics=load_statistics(IMPORTANCE),
+        robust=RobustGradients(section("importance.clip", Clip), section("importance.edges", Edges)),
         train=data.train,
         calibration=data.calibration,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, first_examples
+from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import OF_GRADIENTS, Pass, StatisticKind, Statistics, gather
 from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning, unreached_warning
 
@@ -21,6 +22,7 @@ def calibrate(
     checked: Sequence[Batch],
     warn: Callable[[str | None], None],
     offload_activations: bool = False,
+    robust: RobustGradients = UNCHANGED,
 ) -> Iterator[Statistics]:
     """Yield the statistics of each group of targets, like `gather`, and warn about misleading calibration data.
 
@@ -46,7 +48,7 @@ def calibrate(
             yield batch
 
     remaining = iter(groups)  # not by zip, which would keep the statistics in memory during the next pass
-    for statistics in gather(model, counted, groups, kinds, loss, offload_activations):
+    for statistics in gather(model, counted, groups, kinds, loss, offload_activations, robust):
         group = next(remaining)
         warn(few_tokens(group.targets, statistics, examples))
         if idle := unreached_warning(group.targets, statistics):

@@ -4,7 +4,8 @@ For example n, X_n `(tokens, in)` are the inputs of a target, and Δ_n `(tokens,
 loss by the target's outputs. Then the gradient by its weight W is G_n = Δ_nᵀ X_n `(out, in)`. Over N examples::
 
     inputs            C_in  = (1/N) Σ X_nᵀ X_n               (DRONE, eq. 3: the Gram matrix of X)
-    output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor)
+    input_magnitudes  A     = (1/N) Σ_n Σ_t |x_t|            (ASVD: absolute values, summed over tokens t)
+    output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor; may be made robust, as in LEMS)
     fisher            I     = (1/N) Σ G_n ⊙ G_n              (FWSVD: empirical Fisher, summed over one axis)
     taylor            T     = (1/N) Σ (G_n ⊙ W) ⊙ (G_n ⊙ W)  (IWSVD: Molchanov et al. 2019, summed over one axis)
 
@@ -37,13 +38,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
+from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, lookup_counts, lookup_sums, mirror, square_sums
 from eckart.model.module_context import frozen
 from eckart.model.probing import is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
 
-StatisticKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
+StatisticKind = Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor"]
 STATISTIC_KINDS: tuple[StatisticKind, ...] = get_args(StatisticKind)
 OF_GRADIENTS: tuple[StatisticKind, ...] = ("output_gradients", "fisher", "taylor")
 Axis = Literal["input", "output"]
@@ -53,7 +55,8 @@ Statistics = Mapping[str, Mapping[str, Tensor]]
 Each line shows a kind with its keys, shapes and meaning::
 
     inputs            Target.input_of            (in, in)    (in,) for an embedding: the diagonal, the rest is zero
-    tokens            Target.input_of            ()          mean tokens per example, gathered with inputs
+    input_magnitudes  Target.input_of            (in,)
+    tokens            Target.input_of            ()          mean tokens per example, gathered with both of these
     input_sums        Target.input_of            (in,)       (1/N) Σ of the inputs of a Product, gathered with inputs
     dense_inputs      Target.input_of            (in, in)    only while factorizing in order; not for an embedding
     output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: the diagonal alone
@@ -76,6 +79,7 @@ def collect(
     loss: Loss = mean_loss_times_batch,
     then: Target | None = None,
     offload_activations: bool = False,
+    robust: RobustGradients = UNCHANGED,
 ) -> Statistics:
     """Gather statistics of `kinds` for `targets` in one pass; memory does not grow with the number of examples.
 
@@ -87,14 +91,15 @@ def collect(
         then: a target that runs after all of `targets`. If only inputs are gathered, each forward stops before this
             target, unless the first batch shows that one of `targets` runs later after all.
         offload_activations: whether to keep the activations on the CPU until the backward pass needs them.
+        robust: what of the gradients counts in output_gradients.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
             examples, or there is no example.
     """
-    collector = Collector(model, targets, frozenset(kinds))
+    collector = Collector(model, targets, frozenset(kinds), robust)
     stop = None if then is None else _EarlyStop(model, collector.modules.values(), then)
-    needs_gradients = bool(collector.kinds - {"inputs"})
+    needs_gradients = bool(collector.kinds & {*OF_GRADIENTS})
     with frozen(model), collector.attached():
         for batch in batches:
             collector.start(batch)
@@ -169,7 +174,13 @@ def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
 class Collector:
     """Accumulates statistics in hooks on the targets: inputs in the forward pass, all others in the backward pass."""
 
-    def __init__(self, model: nn.Module, targets: Iterable[Target], kinds: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Iterable[Target],
+        kinds: frozenset[str],
+        robust: RobustGradients = UNCHANGED,
+    ) -> None:
         targets = tuple(targets)
         self.modules = {layer: model.get_submodule(layer.name) for target in targets for layer in target.layers}
         self.product_inputs = {
@@ -177,6 +188,7 @@ class Collector:
         }
         self.routed = RoutedTokens(model, targets)
         self.kinds = kinds
+        self.robust = robust
         self.squares = kinds & {"fisher", "taylor"}
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
@@ -222,15 +234,20 @@ class Collector:
         rows = rows.to(inputs.device) if isinstance(rows, Tensor) else rows
         mask = rows.mask if isinstance(rows, RoutedRows) else rows
         x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), rows)
-        if "inputs" not in self.kinds or target.input_of != target.name or not x.shape[1]:
+        if not self.kinds & {"inputs", "input_magnitudes"} or target.input_of != target.name or not x.shape[1]:
             return x, rows
         dtype = _sum_dtype(module.get_parameter("weight"))
+        tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if mask is None else mask.sum()
+        self._add("tokens", target.name, tokens.to(dtype))
+        if "input_magnitudes" in self.kinds:
+            sums = lookup_counts(x, mask, target.in_features) if ids else x.abs().sum((0, 1))
+            self._add("input_magnitudes", target.name, sums.to(dtype))
+        if "inputs" not in self.kinds:
+            return x, rows
         if ids:
             self._add("inputs", target.name, lookup_counts(x, mask, target.in_features).to(dtype))
         else:
             self._add_gram("inputs", target.name, x.flatten(0, 1).to(dtype))
-        tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if mask is None else mask.sum()
-        self._add("tokens", target.name, tokens.to(dtype))
         if dense is not None and not ids:
             product = self._by_example(dense, rows).flatten(0, 1).T @ x.flatten(0, 1)
             self._add("dense_inputs", target.name, product.to(dtype))
@@ -253,7 +270,7 @@ class Collector:
     ) -> None:
         delta = self._by_example(gradient.detach(), rows)
         if "output_gradients" in self.kinds:
-            flat = delta.flatten(0, 1)
+            flat = self.robust(delta, rows.mask if isinstance(rows, RoutedRows) else rows).flatten(0, 1)
             if target.of_vocabulary:
                 self._add("output_gradients", target.name, flat.square().sum(0))
             else:
@@ -367,10 +384,17 @@ class Collector:
         """Return the statistics: the sums over all batches ÷ the number of examples.
 
         Raises:
-            ValueError: there was no example, a statistic is not finite, or a target saw no token.
+            ValueError: there was no example, a statistic is not finite, a target saw no token, or it has gradients at
+                edges alone, which do not count.
         """
         if not self.examples:
             raise ValueError("there are no calibration examples: raise data.sizes.calibration")
+        for name, value in self.sums.get("output_gradients", {}).items() if self.robust.edges else ():
+            if not value.any():
+                raise ValueError(
+                    f"{name} has no gradient but at the edges of examples, as in a classifier that reads the first "
+                    "token: set edges to 0, or exclude this target"
+                )
         self._fill_missing()
         for kind, sums in self.sums.items():
             for key, value in sums.items():
@@ -455,6 +479,7 @@ def gather(
     kinds: Collection[StatisticKind],
     loss: Loss,
     offload_activations: bool = False,
+    robust: RobustGradients = UNCHANGED,
 ) -> Iterator[Statistics]:
     """Yield the statistics of each group of targets, gathered in a pass of its own over the calibration data.
 
@@ -467,7 +492,7 @@ def gather(
     """
     without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # if it stays true, every error would weigh nothing
     for number, group in enumerate(groups, 1):
-        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations)
+        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations, robust)
         gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
         without_gradient = without_gradient and not any(bool(value.any()) for value in gradients)
         if without_gradient and number == len(groups):

@@ -32,8 +32,9 @@ def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int)
     Args:
         examples: number of examples from which the statistics were gathered.
     """
-    tokens = statistics.get("tokens", {})
-    layers = [layer for target in targets for layer in target.layers if layer.input_of in tokens and not layer.looks_up]
+    tokens, moments = statistics.get("tokens", {}), statistics.get("inputs", {})
+    layers = [layer for target in targets for layer in target.layers if layer.input_of in moments]
+    layers = [layer for layer in layers if not layer.looks_up]
     seen = {layer.name: round(float(tokens[layer.input_of]) * examples) for layer in layers}
     few = [layer for layer in layers if seen[layer.name] < layer.in_features]
     if sum(layer.parameters for layer in few) <= _NEGLIGIBLE * sum(layer.parameters for layer in layers):

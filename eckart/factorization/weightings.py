@@ -95,6 +95,27 @@ class ByScores(_Weighting):
         return ErrorNorm(right=scores) if self.axis == "input" else ErrorNorm(left=scores)
 
 
+class ActivationScaling(_Weighting):
+    """Weighting: minimize the error W − Ŵ, each column weighted by the mean magnitude of its input (ASVD).
+
+    R = diag(s)^α with s_j the mean of |x_j| over tokens. ASVD (Yuan et al. 2023) takes α = 0.5.
+    """
+
+    loss_unit = "half the squared error of the weights, weighted by the magnitudes of inputs"
+
+    kind: Literal["activation_scaling"] = Field(
+        "activation_scaling",
+        description="error of the weights, each input of W weighted by a power of its mean magnitude (ASVD)",
+    )
+    alpha: float = Field(0.5, ge=0, description="power α of the mean magnitude; 0: plain SVD")
+
+    statistics: ClassVar[tuple[StatisticKind, ...]] = ("input_magnitudes",)
+
+    def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
+        sums, tokens = (statistics[kind][target.input_of] for kind in ("input_magnitudes", "tokens"))
+        return ErrorNorm(right=(sums / tokens) ** (2 * self.alpha))
+
+
 class Inputs(_Weighting):
     """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
@@ -155,6 +176,12 @@ class Kfac(_Weighting):
         description="share of the gradients' second moment that is spread evenly over the outputs; try 0.1 with few "
         "calibration examples",
     )
+    input_shrinkage: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the same share of the inputs' second moment, over the inputs; KFAC-SVD: 0.1, and shrinkage 0.3",
+    )
 
     statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "output_gradients")
 
@@ -166,7 +193,7 @@ class Kfac(_Weighting):
         tokens = statistics["tokens"][target.input_of]
         return ErrorNorm(
             left=_shrunk(statistics["output_gradients"][target.name], self.shrinkage),
-            right=statistics["inputs"][target.input_of] / torch.clamp(tokens, min=1),
+            right=_shrunk(statistics["inputs"][target.input_of], self.input_shrinkage) / torch.clamp(tokens, min=1),
         )
 
 
@@ -201,7 +228,9 @@ class FisherInputs(_Weighting):
         )
 
 
-Weighting = Annotated[Plain | ByScores | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")]
+Weighting = Annotated[
+    Plain | ByScores | ActivationScaling | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")
+]
 
 
 def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> ErrorNorm:

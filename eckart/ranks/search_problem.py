@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from eckart.calibration.losses import Batch
+from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition, spectrum
@@ -54,6 +55,7 @@ class SearchProblem(Problem):
         train: runs the training loop, for searches that train.
         calibration: function of a number n that returns the first n calibration examples in batches, or all if there
             are fewer. Afterwards the model is on the device of these batches.
+        robust: how `statistics` were gathered, for searches that gather their own.
         progress: shows how far the search has come.
     """
 
@@ -61,6 +63,7 @@ class SearchProblem(Problem):
     statistics: Statistics
     train: Train
     calibration: Callable[[int], Sequence[Batch]]
+    robust: RobustGradients = UNCHANGED
     progress: Progress = field(default_factory=lambda: silent)  # not the function itself, which would be a method
 
     def spectra(self) -> Spectra:

@@ -35,6 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
+from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
 from eckart.factorization.weightings import Weighting
@@ -96,6 +97,7 @@ class Tolerance(Method):
             problem.weighting,
             loss=problem.objective.loss,
             calibration_loss=problem.objective.calibration_loss,
+            robust=problem.robust,
             progress=problem.progress,
         )
         return SearchResult(ranks, changed=True)
@@ -110,6 +112,7 @@ def tolerated_ranks(
     weighting: Weighting,
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
+    robust: RobustGradients = UNCHANGED,
     progress: Progress = silent,
 ) -> Ranks:
     """Return ranks within `keep`, and replace the weight of every factorized target by its approximation of that rank.
@@ -125,6 +128,7 @@ def tolerated_ranks(
         batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
         loss: function that returns the sum of the losses of a batch's examples, by which ranks are judged.
         calibration_loss: loss for gradient statistics; by default `loss`.
+        robust: what of the gradients counts in these statistics.
         progress: shows how far each walk over the targets has come.
 
     Raises:
@@ -142,7 +146,7 @@ def tolerated_ranks(
     if not batches:
         raise ValueError("there is no calibration example: raise data.sizes.calibration")
     with eval_mode(model):
-        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss, progress)
+        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss, robust, progress)
         try:
             if settings.increase is None:
                 return walks.meet(keep)
@@ -233,11 +237,13 @@ class _Walks:
         weighting: Weighting,
         loss: Loss,
         calibration_loss: Loss,
+        robust: RobustGradients,
         progress: Progress,
     ) -> None:
         self.model = model
         self.sum_of_losses = loss
         self.calibration_loss = calibration_loss
+        self.robust = robust
         self.progress = progress
         self.walked = 0
         self.targets = tuple(targets)
@@ -368,7 +374,8 @@ class _Walks:
             return self.gathered[1]
         names = {name for layer in target.layers for name in (layer.name, layer.input_of)}
         layers = [layer for other in self.targets for layer in other.layers if layer.name in names]
-        self.gathered = target.input_of, collect(self.model, self.batches, layers, kinds, self.calibration_loss)
+        gathered = collect(self.model, self.batches, layers, kinds, self.calibration_loss, robust=self.robust)
+        self.gathered = target.input_of, gathered
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:

@@ -61,6 +61,10 @@ Given = Literal["train", "validation", "test"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
+Clip = tuple[Fraction, Annotated[float, Field(ge=1)]] | None
+"""Limits of the norm of a token's gradient, in units of the mean norm in its example."""
+Edges = Annotated[float, Field(ge=0, le=0.4)]
+"""Share of an example's tokens at each end."""
 
 
 def _without_password(address: str) -> str:
@@ -287,7 +291,7 @@ class TargetPatterns(Section):
 
 class Importance(Section):
     statistics: Annotated[
-        tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)
+        tuple[Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)
     ] = Field(
         ("inputs", "output_gradients", "fisher", "taylor"),
         description="calibration statistics to gather; each weighting reads some of them",
@@ -296,6 +300,15 @@ class Importance(Section):
         "given",
         description="labels for the gradients. given: from the data; drawn: sampled from the model's probabilities; "
         "expected: all classes, weighted by these probabilities",
+    )
+    clip: Clip = Field(
+        None,
+        description="limits of the norm of a token's output gradient, as [low, high] in units of the mean norm in its "
+        "example; [0.1, 10] in LEMS; null: none",
+    )
+    edges: Edges = Field(
+        0.0,
+        description="share of an example's tokens at each end whose output gradients do not count; 0.125 in LEMS",
     )
     batch_size: Count = Field(32, description="examples in each forward pass; changes the statistics by rounding only")
     layers_at_once: Count | None = Field(

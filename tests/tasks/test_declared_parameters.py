@@ -36,7 +36,8 @@ class Killed(Exception):
 def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the stage factorize is killed after its first refined block."""
     order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "learning_rate": 1e-3, "error": "gradients"}}
-    monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"sequential": order}}))
+    changes = {"recipes": {"kfac": {"sequential": order}}, "importance": {"clip": [1.0, 1.0]}}
+    monkeypatch.chdir(tiny_workspace(tmp_path, **changes))
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
     run_stage("search", "kfac", "0.5")
@@ -53,7 +54,7 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     collate = kind_of(load_task()).collate(tokenizer, model)
     data = list(batches(encoded("calibration", tokenizer), collate, 8, "cpu"))
     recipe = tiny_params()["recipes"]["kfac"] | {"sequential": order}
-    small, report = eckart.compress(model, data, 0.5, recipe)
+    small, report = eckart.compress(model, data, 0.5, recipe, clip=(1, 1))
     expected, _ = load(FACTORIZED / "kfac-0.5", AutoModelForSequenceClassification)
     assert {name: target.rank for name, target in report.targets.items()} == load_decision("kfac-0.5").ranks
     assert report.refined == {block["name"]: (block["before"], block["after"]) for block in blocks}
@@ -61,6 +62,8 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     own, theirs = small.state_dict(), expected.state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in own.items())
+    unclipped = eckart.compress(model, data, 0.5, recipe).report.predicted_loss
+    assert unclipped != pytest.approx(report.predicted_loss, rel=0.1, abs=0)
 
 
 def _killed_after(save: Any) -> Any:

@@ -57,7 +57,7 @@ def test_each_kind_alone_is_the_same_as_all_together(kind):
     targets = targets_of(model)
     together = collect(model, tiny.batches(SAMPLES, 4), targets)
     alone = collect(model, tiny.batches(SAMPLES, 4), targets, kinds=[kind])
-    wanted = {"inputs", "tokens"} if kind == "inputs" else {kind}
+    wanted = {kind, "tokens"} if kind in ("inputs", "input_magnitudes") else {kind}
     assert_same(alone, {name: together[name] for name in wanted})
 
 
@@ -119,6 +119,7 @@ TWO = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[1.0, 0.0], [0.0, 1.0]]])
 def test_two_samples_solved_by_hand():
     expected = {
         "inputs": {"map": [[5.5, 7.0], [7.0, 10.5]]},
+        "input_magnitudes": {"map": [(4 + 1) / 2, (6 + 1) / 2]},
         "tokens": {"map": 2.0},
         "output_gradients": {"map": [[2.0]]},
         "fisher": {"map.input": [(16 + 1) / 2, (36 + 1) / 2], "map.output": [27.0]},

@@ -22,8 +22,9 @@ WRITTEN = [
     {"kind": "none"},
     {"kind": "fisher", "axis": "input"},
     {"kind": "taylor", "axis": "output"},
+    {"kind": "activation_scaling"},
     {"kind": "inputs"},
-    {"kind": "kfac", "shrinkage": 0.5},
+    {"kind": "kfac", "shrinkage": 0.5, "input_shrinkage": 0.5},
     {"kind": "fisher_inputs"},
 ]
 KEY = Target(name="key", out_features=4, in_features=6, input_of="query")
@@ -41,6 +42,7 @@ def token_statistics(x: torch.Tensor, delta: torch.Tensor):
     by_input, by_output = square_sums(x, delta, weight, ["fisher"])["fisher"]
     return {
         "inputs": {"query": flat_x.T @ flat_x / count},
+        "input_magnitudes": {"query": flat_x.abs().sum(0) / count},
         "tokens": {"query": torch.tensor(float(x.shape[1]), dtype=x.dtype)},
         "output_gradients": {"key": flat_delta.T @ flat_delta / count},
         "fisher": {"key.input": by_input / count, "key.output": by_output / count},
@@ -129,6 +131,32 @@ def test_shrinkage_mixes_kfac_with_the_mean_gradient_of_all_outputs(calibration,
     even = mean * (x @ error.T).square().sum() / len(x) / x.shape[1]
     expected = (1 - share) * weighted_loss(error, plain) + share * even
     torch.testing.assert_close(weighted_loss(error, shrunk), expected)
+
+
+@given(calibrations(), st.floats(0, 0.99))
+def test_shrinkage_of_either_side_keeps_its_trace_and_bounds_its_condition(calibration, share):
+    x, delta, _ = calibration
+    gathered = token_statistics(x[:1, :1], delta[:1, :1])  # one token: both moments have rank 1
+    plain = weigh(parse({"kind": "kfac"}), KEY, gathered)
+    shrunk = weigh(parse({"kind": "kfac", "shrinkage": share, "input_shrinkage": share}), KEY, gathered)
+    for before, after in ((plain.left, shrunk.left), (plain.right, shrunk.right)):
+        torch.testing.assert_close(after.trace(), before.trace())
+        least = share * before.diagonal().mean()
+        torch.testing.assert_close(
+            torch.linalg.eigvalsh(after)[0], least, atol=1e-12 * float(before.trace()), rtol=1e-9
+        )
+
+
+@given(calibrations())
+def test_scaling_by_activations_is_by_the_mean_magnitude_and_by_nothing_at_power_0(calibration):
+    x, delta, error = calibration
+    gathered = token_statistics(x, delta)
+    loss, plain = (
+        weighted_loss(error, weigh(parse({"kind": "activation_scaling", "alpha": alpha}), KEY, gathered))
+        for alpha in (1.0, 0.0)
+    )
+    torch.testing.assert_close(loss, (error * x.abs().mean((0, 1))).square().sum())
+    torch.testing.assert_close(plain, error.square().sum())
 
 
 @given(calibrations(samples=400, tokens=3))

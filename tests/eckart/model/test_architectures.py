@@ -135,6 +135,7 @@ def one_sample(model: PreTrainedModel, targets: Iterable[Target], batch: Batch) 
         if target.input_of == target.name:
             result["inputs", target.name] = (x.T @ x).diagonal() if is_embedding(module) else x.T @ x
             result["tokens", target.name] = x.new_tensor(len(x))
+            result["input_magnitudes", target.name] = x.abs().sum(0)
         moment = delta.T @ delta
         result["output_gradients", target.name] = moment.diagonal() if target.of_vocabulary else moment
         for kind, squares in (("fisher", gradient**2), ("taylor", (gradient * weight_of(module)) ** 2)):

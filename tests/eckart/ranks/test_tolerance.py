@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
+from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.statistics import collect, mean_loss_times_batch
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Weighting, weigh
@@ -286,10 +287,11 @@ def test_inputs_are_gathered_once_for_all_that_read_them(weighting, passes, monk
     monkeypatch.setattr(
         tolerance,
         "collect",
-        lambda model, batches, targets, *rest: gathered.append(1) or collect(model, batches, targets, *rest),
+        lambda *args, robust: gathered.append(robust) or collect(*args, robust=robust),
     )
-    solve(Additive(a=losing(4, 2, 1), b=losing(4, 2, 1)), 0.5, weighting=weighting)
-    assert len(gathered) == passes
+    model, robust = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1)), RobustGradients((0, 10))
+    tolerated_ranks(model, model.targets(), method(0.5, 3), 1.0, EYE, weighting, robust=robust)
+    assert gathered == [robust] * passes
 
 
 def test_nothing_but_the_weights_of_factorized_targets_changes():
