@@ -212,7 +212,8 @@ def test_statistics_are_those_of_the_tokens_that_reach_an_expert(family, size):
     model.double()
     batch = padded()
     batches = [{name: x[start : start + size] for name, x in batch.items()} for start in range(0, 4, size)]
-    statistics = collect(model, batches, found.targets, loss=causal_loss)
+    kinds = ("inputs", "output_gradients", "fisher", "taylor")
+    statistics = collect(model, batches, found.targets, kinds, causal_loss)
     expected = by_hand(model, found, batch)
     for (kind, key), value in expected.items():
         torch.testing.assert_close(statistics[kind][key].double(), value.double(), msg=f"{kind} of {key}")
