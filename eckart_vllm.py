@@ -160,6 +160,8 @@ class EckartConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> EckartConfig:
         if config.get("heads"):
             raise ValueError(f"vLLM does not run factorized products of queries and keys: {_MERGE}")
+        if config.get("experts"):
+            raise ValueError(f"vLLM does not run factorized experts: {_MERGE}")
         return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [])
 
     @classmethod

@@ -43,12 +43,14 @@ from eckart.calibration.calibrate import calibrate
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
 from eckart.calibration.robust_gradients import RobustGradients
+from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm
 from eckart.model.census import Census
+from eckart.model.experts import unfused
 from eckart.model.macs import macs
 from eckart.model.mlps import narrowed
 from eckart.model.module_context import eval_mode
@@ -208,6 +210,7 @@ def compress(
     exclude: str | Sequence[str] = ...,
     embeddings: bool = ...,
     tied: bool = ...,
+    experts: bool = ...,
     loss: Loss | None = ...,
     clip: tuple[float, float] | None = ...,
     edges: float = ...,
@@ -227,6 +230,7 @@ def compress(
     exclude: str | Sequence[str] = ...,
     embeddings: bool = ...,
     tied: bool = ...,
+    experts: bool = ...,
     loss: Loss | None = ...,
     clip: tuple[float, float] | None = ...,
     edges: float = ...,
@@ -247,6 +251,7 @@ def compress(
     exclude: str | Sequence[str] = (),
     embeddings: bool = False,
     tied: bool = False,
+    experts: bool = True,
     loss: Loss | None = None,
     clip: tuple[float, float] | None = None,
     edges: float = 0.0,
@@ -283,6 +288,8 @@ def compress(
         include, exclude: shell patterns for the names of the linear layers to compress, such as `*.attention.*`.
         embeddings: whether to compress embeddings, too.
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
+        experts: whether to compress a mixture's experts whose weights share one tensor. Experts that no token of
+            `batches` reaches stay dense.
         loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
             loss is used, after a check of how this loss combines examples.
         clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
@@ -301,6 +308,7 @@ def compress(
             gradient; the model is quantized, has adapters, or does not survive saving. The message says what to do.
     """
     _check_model(model)
+    model = unfused(model) if experts else model
     keeps = _keeps(keep, largest_drop, score)
     valid_recipe = _recipe(recipe)
     robust = RobustGradients(clip, edges)
@@ -314,7 +322,7 @@ def compress(
             ranked_allowance(stored(targets.targets, valid_recipe.storage), share)
     gathering: defaultdict[str, float] = defaultdict(float)
     with _timed(gathering, "statistics"):
-        problem = _calibrate(model, data, targets, valid_recipe, loss, seed, robust)
+        problem, targets = _calibrate(model, data, targets, valid_recipe, loss, seed, robust)
     macs_before = macs(model, data[0]) // batch_size(data[0])
 
     def compress_to(keep: float) -> Compressed:
@@ -385,8 +393,11 @@ def _calibrate(
     loss: Loss | None,
     seed: int,
     robust: RobustGradients,
-) -> SearchProblem:
-    """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
+) -> tuple[SearchProblem, Targets]:
+    """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1.
+
+    Also return its targets: without those of experts that no token reached.
+    """
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
     objective = _objective(model, batches, recipe, kinds, loss)
     messages = [targets.census.warning]
@@ -404,7 +415,8 @@ def _calibrate(
     statistics = next(passed, {})
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
-    return SearchProblem(
+    targets = without_unreached(targets, statistics) if kinds else targets
+    problem = SearchProblem(
         model=model,
         targets=targets.targets,
         keep=1.0,
@@ -417,6 +429,7 @@ def _calibrate(
         calibration=lambda examples, skip=0: list(_examples(batches, examples, skip)),
         in_order=recipe.sequential,
     )
+    return problem, targets
 
 
 def _examples(batches: Sequence[Batch], count: int | None, skip: int) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.factorization.single_target_ablation import losses_alone
+from eckart.model.experts import unfuse
 from eckart.model.layers import factorized, residual_rows
 from eckart.model.targets import Target, Targets
 from eckart.ranks.budget import allowance
@@ -104,6 +105,7 @@ def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scor
     if not settings.probes or decision.predicted_loss is None:
         return {}
     (dense, tokenizer), (small, _) = load(TEACHER, kind.auto), load(FACTORIZED / name, kind.auto)
+    unfuse(dense, targets)
     place(small)
     data = kind.encode(scorer.splits["validation"], tokenizer, "validation")
     probes = data.select(range(min(settings.probes, len(data))))

@@ -12,6 +12,7 @@ from eckart.calibration.statistics import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.refinement import NO_STORE
 from eckart.factorization.weightings import Weighting
+from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
 from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
@@ -56,6 +57,8 @@ def factorize(recipe: str, keep: str) -> None:
     device_map = section("model", Model).device_map if parts.sequential else None
     source = source_model(name, DENSE[parts.source])
     model, tokenizer = load(source, kind.auto, device_map=device_map)
+    targets = Targets.model_validate_json(TARGETS.read_text()).targets
+    unfuse(model, targets)
     store = NO_STORE
     if parts.sequential:
         data = encoded("calibration", tokenizer)
@@ -74,7 +77,7 @@ def factorize(recipe: str, keep: str) -> None:
     with explained():
         refined = factorize_model(
             model,
-            Targets.model_validate_json(TARGETS.read_text()).targets,
+            targets,
             decision.ranks,
             parts.weighting,
             {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)},

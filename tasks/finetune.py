@@ -4,8 +4,9 @@ models/finetuned/RECIPE-KEEP and a training curve."""
 from __future__ import annotations
 
 from pydantic import BaseModel
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
+from eckart.model.experts import unfuse
 from eckart.model.targets import Storage, Targets
 from eckart.recipe_parts import Source, train_together
 from eckart.recovery import Recovery
@@ -39,15 +40,21 @@ def finetune(recipe: str, keep: str) -> None:
     set_seed(seed)
     model, tokenizer = load(FACTORIZED / name, kind.auto)
     place(model)
+    targets = Targets.model_validate_json(TARGETS.read_text()).targets
+
+    def source() -> PreTrainedModel:
+        dense, _ = load(source_model(name, DENSE[parts.source]), kind.auto)
+        unfuse(dense, targets)
+        return dense
 
     problem = RecoveryProblem(
         model=model,
-        targets=Targets.model_validate_json(TARGETS.read_text()).targets,
+        targets=targets,
         keep=float(keep),
         seed=seed,
         objective=kind.objective(),
         teacher=lambda: load_teacher(kind.auto),
-        source=lambda: load(source_model(name, DENSE[parts.source]), kind.auto)[0],
+        source=source,
     )
     curve = CURVES / f"{name}.jsonl"
     with explained(), output(FINETUNED / name) as folder:

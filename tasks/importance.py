@@ -9,8 +9,10 @@ from transformers import PreTrainedModel
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, batch_size
 from eckart.calibration.robust_gradients import RobustGradients
-from eckart.calibration.statistics import passes, save_statistics
+from eckart.calibration.routed_tokens import without_unreached
+from eckart.calibration.statistics import load_statistics, passes, save_statistics
 from eckart.model.attention_products import find_products
+from eckart.model.experts import unfuse
 from eckart.model.targets import Targets, find_targets
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
@@ -67,12 +69,14 @@ def importance() -> None:
         ):
             save_statistics(statistics, folder, part=number if len(groups) > 1 else None)
             del statistics  # frees them before the next pass
-        found = targets.model_copy(update={"warnings": tuple(warnings)})
+        found = without_unreached(targets, load_statistics(folder)).model_copy(update={"warnings": tuple(warnings)})
         (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
 
 
 def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Targets:
-    targets = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
+    if patterns.experts:
+        unfuse(model)
+    targets = find_targets(model, batch, **patterns.model_dump(exclude={"products", "experts"}))
     if patterns.products:
         targets = find_products(model, batch, targets)
     pairs = sum(len(target.layers) > 1 for target in targets.targets)

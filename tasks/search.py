@@ -20,6 +20,7 @@ from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.factorize import InOrder
 from eckart.factorization.weightings import Weighting
+from eckart.model.experts import unfuse
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
 from eckart.ranks.search import ChosenRanks, search_ranks
@@ -71,9 +72,11 @@ def search(recipe: str, keep: str) -> None:
         trainer=trainer,
         curve=SEARCH_CURVES / f"{name}.jsonl",
     )
+    targets = Targets.model_validate_json(TARGETS.read_text()).targets
+    unfuse(model, targets)
     problem = SearchProblem(
         model=model,
-        targets=Targets.model_validate_json(TARGETS.read_text()).targets,
+        targets=targets,
         keep=float(keep),
         seed=seed,
         objective=objective,

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, Loss, batch_size, first_examples
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import OF_GRADIENTS, Pass, StatisticKind, Statistics, gather
-from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
+from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning, unreached_warning
 
 
 def calibrate(
@@ -49,6 +49,9 @@ def calibrate(
 
     remaining = iter(groups)  # not by zip, which would keep the statistics in memory during the next pass
     for statistics in gather(model, counted, groups, kinds, loss, offload_activations, robust):
-        warn(few_tokens(next(remaining).targets, statistics, examples))
+        group = next(remaining)
+        warn(few_tokens(group.targets, statistics, examples))
+        if idle := unreached_warning(group.targets, statistics):
+            warn(idle)
         yield statistics
         del statistics

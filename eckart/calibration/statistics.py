@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
+from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
 from eckart.model.module_context import frozen
 from eckart.model.probing import is_embedding, masks_of
@@ -187,6 +188,7 @@ class Collector:
         self.product_inputs = {
             layer.input_of for target in targets if isinstance(target, Product) for layer in target.layers
         }
+        self.routed = RoutedTokens(model, targets)
         self.kinds = kinds
         self.robust = robust
         self.squares = kinds & {"fisher", "taylor"}
@@ -203,6 +205,7 @@ class Collector:
     def attached(self) -> Iterator[None]:
         """Hook all targets while the context lasts."""
         hooks = [module.register_forward_hook(partial(self._forward, layer)) for layer, module in self.modules.items()]
+        hooks += self.routed.hooks()
         try:
             yield
         finally:
@@ -215,7 +218,9 @@ class Collector:
         self.calls = {}
         self.examples += batch_size(batch)
 
-    def add_inputs(self, target: Target, inputs: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def add_inputs(
+        self, target: Target, inputs: Tensor, dense: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | RoutedRows | None]:
         """Add the inputs of one call of `target` to the statistics of inputs.
 
         Args:
@@ -223,15 +228,17 @@ class Collector:
             dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
-            The inputs as `(batch, tokens, in)`, and a mask that is 0 at padding tokens, or None without padding.
+            The inputs as `(batch, tokens, in)`, and which rows of the call are no padding. For an expert's layer,
+            `tokens` is the largest number of an example's tokens that it reads.
         """
         module = self.modules[target]
         ids = is_embedding(module)
-        mask = self._token_mask(target, inputs.shape if ids else inputs.shape[:-1], self._count_call(target))
-        mask = None if mask is None else mask.to(inputs.device)
-        x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), mask)
-        if not self.kinds & {"inputs", "input_magnitudes"} or target.input_of != target.name:
-            return x, mask
+        rows = self._rows(target, inputs.shape if ids else inputs.shape[:-1])
+        rows = rows.to(inputs.device) if isinstance(rows, Tensor) else rows
+        mask = rows.mask if isinstance(rows, RoutedRows) else rows
+        x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), rows)
+        if not self.kinds & {"inputs", "input_magnitudes"} or target.input_of != target.name or not x.shape[1]:
+            return x, rows
         dtype = _sum_dtype(module.get_parameter("weight"))
         tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if mask is None else mask.sum()
         self._add("tokens", target.name, tokens.to(dtype))
@@ -239,32 +246,34 @@ class Collector:
             sums = lookup_counts(x, mask, target.in_features) if ids else x.abs().sum((0, 1))
             self._add("input_magnitudes", target.name, sums.to(dtype))
         if "inputs" not in self.kinds:
-            return x, mask
+            return x, rows
         if ids:
             self._add("inputs", target.name, lookup_counts(x, mask, target.in_features).to(dtype))
         else:
             self._add_gram("inputs", target.name, x.flatten(0, 1).to(dtype))
         if dense is not None and not ids:
-            product = self._by_example(dense, mask).flatten(0, 1).T @ x.flatten(0, 1)
+            product = self._by_example(dense, rows).flatten(0, 1).T @ x.flatten(0, 1)
             self._add("dense_inputs", target.name, product.to(dtype))
         if target.name in self.product_inputs:
             self._add("input_sums", target.name, x.sum((0, 1)).to(dtype))
-        return x, mask
+        return x, rows
 
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x, mask = self.add_inputs(target, args[0])
+        x, rows = self.add_inputs(target, args[0])
         call = len(self.calls[target]) - 1
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not x.shape[1]:
             return output
         if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
             output = output.detach().requires_grad_().clone()
-        output.register_hook(partial(self._backward, target, call, x if self.by_weight else None, mask))
+        output.register_hook(partial(self._backward, target, call, x if self.by_weight else None, rows))
         return output
 
-    def _backward(self, target: Target, call: int, x: Tensor | None, mask: Tensor | None, gradient: Tensor) -> None:
-        delta = self._by_example(gradient.detach(), mask)
+    def _backward(
+        self, target: Target, call: int, x: Tensor | None, rows: Tensor | RoutedRows | None, gradient: Tensor
+    ) -> None:
+        delta = self._by_example(gradient.detach(), rows)
         if "output_gradients" in self.kinds:
-            flat = self.robust(delta, mask).flatten(0, 1)
+            flat = self.robust(delta, rows.mask if isinstance(rows, RoutedRows) else rows).flatten(0, 1)
             if target.of_vocabulary:
                 self._add("output_gradients", target.name, flat.square().sum(0))
             else:
@@ -301,6 +310,19 @@ class Collector:
         for kind, (by_input, by_output) in sums.items():
             self._add(kind, f"{target.name}.input", by_input)
             self._add(kind, f"{target.name}.output", by_output)
+
+    def _rows(self, target: Target, shape: Sequence[int]) -> Tensor | RoutedRows | None:
+        """Return which of the inputs of a call of `target` are no padding: a mask, or None if there is no padding.
+
+        Args:
+            shape: shape of the inputs, without the features.
+        """
+        call = self._count_call(target)
+        if not target.routed_by:
+            return self._token_mask(target, shape, call)
+        size, count = batch_size(self.batch), self.routed.count(target)
+        shape = (count,) if count % size else (size, count // size)
+        return self.routed.rows(target, size, self._token_mask(target, shape, call))
 
     def _token_mask(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
         """Return the padding mask `(batch, tokens)` of a call's inputs, or None if they have no padding.
@@ -345,12 +367,14 @@ class Collector:
                 "of another, which belong to no mask; exclude this target"
             )
 
-    def _by_example(self, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_example(self, values: Tensor, rows: Tensor | RoutedRows | None) -> Tensor:
         """Return `values` as `(batch, tokens, features)`, zero at padding; floats become at least float32."""
         if values.is_floating_point():
             values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if isinstance(rows, RoutedRows):
+            return rows.by_example(values)
         values = values.reshape(batch_size(self.batch), -1, values.shape[-1])
-        return values if mask is None else values.masked_fill(mask.unsqueeze(-1) == 0, 0)
+        return values if rows is None else values.masked_fill(rows.unsqueeze(-1) == 0, 0)
 
     def _add(self, kind: str, key: str, value: Tensor) -> None:
         sums = self.sums.setdefault(kind, {})
@@ -393,6 +417,8 @@ class Collector:
     def _fill_missing(self) -> None:
         """Set gradient statistics to zero for targets that got no gradient, such as a pooler that the head ignores."""
         for target, module in self.modules.items():
+            if target.routed_by and target.name not in self.routed.reached:
+                continue  # no token reached the expert, which therefore has no statistics at all
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
             empty = torch.empty(0, device=device, dtype=_sum_dtype(parameter))

@@ -1,4 +1,4 @@
-"""Warnings about misleading calibration data: too few tokens, padding that changes outputs, float16 underflow."""
+"""Warnings about calibration data: too few tokens, idle experts, padding that changes outputs, float16 underflow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, row_of
+from eckart.calibration.routed_tokens import unreached
 from eckart.calibration.statistics import Statistics, collect
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, columns
@@ -42,6 +43,17 @@ def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int)
     return (
         f"{len(few)} of {len(layers)} linear layers read fewer tokens than they have input features, such as "
         f"{worst.name} {seen[worst.name]:,} for {worst.in_features:,}: give more calibration examples"
+    )
+
+
+def unreached_warning(targets: Iterable[Target], statistics: Statistics) -> str | None:
+    """Return a warning if no token reached some experts, which then stay dense."""
+    names = unreached(targets, statistics)
+    if not names:
+        return None
+    return (
+        f"{len(names)} linear layers of experts that no calibration token reached stay dense, such as {names[0]}: give "
+        "more calibration examples"
     )
 
 

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.weightings import exact_dtype
+from eckart.model.experts import sharing_copy
 from eckart.model.layers import present, replace, replaced, set_weight
 from eckart.model.targets import Target, weight_of
 
@@ -77,10 +78,17 @@ class DenseModules:
         self.modules: dict[str, nn.Module] = {}
 
     def keep(self, targets: Iterable[Target]) -> None:
-        """Store the modules that `targets` have now, before they are replaced, unless a stored block has them."""
+        """Store the modules that `targets` have now, before they are replaced, unless a stored block has them.
+
+        Of experts, the module of all experts of a layer is stored, which `back` can put back faster than each of them.
+        """
         for layer in (layer for target in targets for layer in target.layers):
-            if not any(layer.name.startswith(f"{block}.") for block in self.modules):
-                self.modules[layer.name] = self.model.get_submodule(layer.name)
+            if any(layer.name.startswith(f"{block}.") for block in self.modules):
+                continue
+            name = layer.routed_by or layer.name
+            self.modules[name] = self.model.get_submodule(name)
+            if layer.routed_by:
+                replace(self.model, name, sharing_copy(self.modules[name]))
 
     def keep_blocks(self, names: Iterable[str]) -> None:
         """Store the modules `names` with all that they contain, and put copies in their place."""

@@ -195,8 +195,9 @@ def factorize_in_order(
     With an anchor above 0, targets without a rank are also corrected, and stay dense. All original dense weights then
     stay in memory until the end. So they do with refinement.
 
-    Targets that run several times, and products of two layers with different input tensors, are factorized first, with
-    `statistics` and without an anchor, because the forward has no point at which all their inputs are known.
+    Targets that run several times, experts, and products of two layers with different input tensors are factorized
+    first, with `statistics` and without an anchor. The forward has no point at which all inputs of repeated targets or
+    products are known, and a batch may send no token to an expert, or other tokens than the original model does.
 
     Args:
         targets: targets in order of execution, as `find_targets` returns them.
@@ -218,11 +219,16 @@ def factorize_in_order(
             too few batches for refinement.
     """
     narrowing = narrowing or Narrowing(model, targets, {}, weighting, statistics)
-    first = [target for target in targets if target.repeated or len({layer.input_of for layer in target.layers}) > 1]
+    first = [
+        target
+        for target in targets
+        if target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1
+    ]
+    done = {target.name for target in first}
     groups = _by_input(
         target
         for target in targets
-        if target not in first
+        if target.name not in done
         and (ranks[target.name] is not None or target.name in narrowing.down_of or (order.anchor and target.sampled))
     )
     dense = DenseModules(model) if order.anchor or order.refine else None

@@ -43,7 +43,7 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: T
     targets = {target.name: target for target in single.targets}
     with eval_mode(model), torch.no_grad():
         probe = _Probe(model, batch, single.targets)
-        for first, second in combinations(single.targets, 2):
+        for first, second in combinations([target for target in single.targets if not target.routed_by], 2):
             same_module = first.name.rpartition(".")[0] == second.name.rpartition(".")[0]
             if not same_module or first.out_features != second.out_features:
                 continue
@@ -54,8 +54,9 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: T
                 del targets[second.name]
     if len(targets) == len(single.targets):
         raise ValueError(
-            "no two targets are a product: queries and keys are one layer or no targets, something acts on them, such "
-            f"as rotary positions, or the rounding of {model.dtype} hides it: write targets.products: false"
+            "no two targets are a product: queries and keys are one layer or no targets, several query heads share a "
+            "key, something acts on them, such as rotary positions, or the rounding of "
+            f"{model.dtype} hides it: write targets.products: false"
         )
     return single.model_copy(update={"targets": tuple(targets.values())})
 

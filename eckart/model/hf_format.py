@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from eckart.model.experts import unfuse_like, unfused_experts
 from eckart.model.layers import (
     factorized,
     head_counts,
@@ -63,7 +64,10 @@ class EckartConfig(QuantizationConfigMixin):
         pivoted: names of the layers in pivoted storage.
         tied: name of a head → name of the embedding with the factors that the head uses.
         narrowed: name of a dense layer of a narrowed MLP → its shape `[out, in]`.
+        experts: names of the modules of experts that are taken apart (eckart/model/experts.py).
     """
+
+    experts: Sequence[str] = ()  # of the class, so that config.json of a model without experts does not have it
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class EckartConfig(QuantizationConfigMixin):
         pivoted: list[str] | None = None,
         tied: dict[str, str] | None = None,
         narrowed: dict[str, list[int]] | None = None,
+        experts: list[str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = "eckart"  # type: ignore[assignment]
@@ -82,6 +87,8 @@ class EckartConfig(QuantizationConfigMixin):
         self.pivoted = pivoted or []
         self.tied = tied or {}
         self.narrowed = narrowed or {}
+        if experts:
+            self.experts = experts
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
@@ -101,6 +108,10 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # only weights saved in this format can be loaded; loading does not compress dense ones
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        names = dict(model.named_modules(remove_duplicate=False))
+        for name in self.quantization_config.experts:
+            if (place := _name_here(model, name, names)) is not None:
+                unfuse_like(model, place)
         names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.ranks:
             if (place := _name_here(model, name, names)) is not None:
@@ -151,10 +162,10 @@ def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str
 
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
-    ranks, narrowed = factorized(model), narrowed_shapes(model)
-    if ranks or narrowed:
+    ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
+    if ranks or narrowed or experts:
         model.config.quantization_config = EckartConfig(
-            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), narrowed
+            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), narrowed, experts
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):

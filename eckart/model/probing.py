@@ -182,7 +182,7 @@ class Probe:
             return "not all of its inputs belong to examples of the batch"
         if not (doubled.same and first.same) or [self._examples * n for n in first.counts] != self._counts[name]:
             return "its inputs are not in the order of the examples"
-        if "experts" in name.split(".") and self.mask(name) is None:
+        if "experts" in name.split(".")[:-1] and self.mask(name) is None:
             return "its inputs are chosen by a router"
         relations = [self._relation(name, mask) for mask in self._masks]
         one_mask = relations.count("tokens") == 1 and set(relations) <= {"tokens", "as many", "none"}

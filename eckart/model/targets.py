@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.model.census import Census, census, other_matrices
+from eckart.model.experts import routed_layers
 from eckart.model.layers import shape_of
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear
@@ -45,6 +46,9 @@ class Target(BaseModel):
     """Name of the batch entry that masks the layer's tokens; None if there is none (a pooler, a model of images)."""
     sampled: bool = True
     """Whether each input vector of the layer belongs to one example and token; if not, the layer has no statistics."""
+    routed_by: str | None = None
+    """Name of the module of experts (eckart/model/experts.py) to which the layer belongs. The layer then reads only the
+    tokens that a router sends to its expert; `mask` and `repeated` describe the module. None: it is no expert's."""
     looks_up: bool = False
     """Whether the target is an embedding without a tied head, which takes memory but hardly any time."""
     of_vocabulary: bool = False
@@ -146,9 +150,12 @@ def find_targets(
 
     - the layer runs for `batch`, and its input vectors belong to single examples,
     - only its own forward uses its weight, and no other layer shares the weight,
+    - the layer belongs to no router, which chooses experts: a small change would send tokens to other experts,
     - its name matches a pattern of `include` and none of `exclude`,
     - the layer is no head (a module outside `model.base_model`), unless `heads` is true,
     - the layer computes x Wᵀ + b, if it is a subclass of Linear.
+
+    Experts whose weights share one tensor are no linear layers: `unfuse` of eckart/model/experts.py takes them apart.
 
     Args:
         batch: model inputs, each `(batch, …)`. For an encoder-decoder, these include `decoder_input_ids` and
@@ -172,41 +179,70 @@ def find_targets(
         for name, module in model.named_modules()
         if is_linear(module) or ((embeddings or name in pair) and is_embedding(module))
     }
+    routed = routed_layers(model)
+    read = {name: routed.get(name, name) for name in layers}  # whose inputs tell to which examples tokens belong
     with eval_mode(model), torch.no_grad():
-        probe = Probe(model, layers, batch)
+        probe = Probe(model, {name: model.get_submodule(name) for name in read.values()}, batch)
+        place = {ran: number for number, ran in enumerate(probe.order)}
+        order = sorted((name for name in layers if read[name] in place), key=lambda name: place[read[name]])
         reasons = _static_reasons(model, layers, include, exclude, heads, pair)
-        reasons |= {name: reason for name in layers if name not in reasons and (reason := probe.unusable(name))}
-        mixed = {name: reason for name in layers if name not in reasons and (reason := probe.mixes_examples(name))}
+        reasons |= {name: reason for name in layers if name not in reasons and (reason := probe.unusable(read[name]))}
+        mixed = {
+            name: reason for name in layers if name not in reasons and (reason := probe.mixes_examples(read[name]))
+        }
         reasons |= {} if unsampled else mixed
-        candidates = [name for name in probe.order if name not in reasons]
-        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in candidates})
+        candidates = [name for name in order if name not in reasons]
+        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in candidates if name not in routed})
 
-    targets = _described(model, {name: layers[name] for name in candidates if name not in reasons}, probe, mixed)
-    targets = _join_pair(targets, pair, reasons)
-    excluded = {name: reasons[name] for name in [*probe.order, *layers] if name in reasons} | other_matrices(model)
+    found = {name: layers[name] for name in candidates if name not in reasons}
+    targets = _join_pair(_described(model, found, probe, mixed, routed), pair, reasons)
+    excluded = {name: reasons[name] for name in [*order, *layers] if name in reasons} | other_matrices(model)
     if not targets:
         raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear layer'}")
     names = [layer.name for target in targets for layer in target.layers]
     return Targets(targets=tuple(targets), excluded=excluded, census=census(model, names, excluded))
 
 
+def leave_out(found: Targets, names: Collection[str], reason: str) -> Targets:
+    """Return `found` without the targets `names`, each one linear layer, which stay dense for this `reason`."""
+    left = tuple(target for target in found.targets if target.name not in names)
+    lost = sum(target.parameters for target in found.targets if target.name in names)
+    counts = {"targets": found.census.targets - lost, "linear": {**found.census.linear, reason: lost}}
+    return Targets(
+        targets=left,
+        excluded={**found.excluded, **dict.fromkeys(names, reason)},
+        census=found.census.model_copy(update=counts),
+    )
+
+
 def _described(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
+    model: PreTrainedModel,
+    layers: Mapping[str, nn.Module],
+    probe: Probe,
+    mixed: Collection[str],
+    routed: Mapping[str, str],
 ) -> list[Target]:
-    """Return `layers` as targets, in the same order; the layers in `mixed` have no statistics."""
+    """Return `layers` as targets, in the same order.
+
+    Args:
+        mixed: names of the layers that have no statistics.
+        routed: name of an expert's layer → name of its module of experts.
+    """
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
     for name, module in layers.items():
+        read = routed.get(name, name)
         rows, columns = weight_of(module).shape
         targets.append(
             Target(
                 name=name,
                 out_features=rows,
                 in_features=columns,
-                input_of=first_reader.setdefault((columns, probe.reads(name)), name),
-                repeated=probe.repeated(name),
-                mask=probe.mask(name),
+                input_of=name if name in routed else first_reader.setdefault((columns, probe.reads(read)), name),
+                repeated=probe.repeated(read),
+                mask=probe.mask(read),
                 sampled=name not in mixed,
+                routed_by=routed.get(name),
                 looks_up=is_embedding(module),
                 of_vocabulary=module is model.get_output_embeddings(),
             )
@@ -308,9 +344,10 @@ def _static_reasons(
 
     The layers of `pair` are not excluded for being a head or for sharing their weight.
     """
-    owners = _weight_owners(model)
+    owners, modules = _weight_owners(model), {name for name, _ in model.named_modules()}
     reasons = {
         name: _unwanted(name, include, exclude)
+        or _router(name, modules)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
         for name, module in layers.items()
@@ -324,6 +361,17 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
     if any(fnmatchcase(name, pattern) for pattern in exclude):
         return "matches an exclude pattern"
     return None
+
+
+def _router(name: str, modules: Collection[str]) -> str | None:
+    """Return why a layer of a router is no target: a module that holds it is called so, or is a gate beside experts.
+
+    A small error in a router's scores sends tokens to other experts, and its weights are few.
+    """
+    parts = name.split(".")
+    beside = (".".join([*parts[:place], "experts"]) for place, part in enumerate(parts) if part == "gate")
+    is_router = "router" in parts or any(experts in modules for experts in beside)
+    return "belongs to a router" if is_router else None
 
 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:

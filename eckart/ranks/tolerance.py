@@ -133,8 +133,13 @@ def tolerated_ranks(
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
-            is no batch, or the loss of `model` is not positive and finite.
+            is no batch, a target belongs to an expert, or the loss of `model` is not positive and finite.
     """
+    if of_expert := next((target.name for target in targets if target.routed_by), None):
+        raise ValueError(
+            f"{of_expert} belongs to an expert, to which a router may send no token once other targets are factorized: "
+            "write another kind of ranks, or leave experts out (targets.experts in params.yaml)"
+        )
     dense: Ranks = {target.name: None for target in targets}
     if settings.increase is None and total(targets, dense) <= allowance(targets, keep):
         return dense

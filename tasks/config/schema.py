@@ -334,6 +334,9 @@ class TargetPatterns(Section):
         False, description="also factorize embeddings, except those that share their weight with a head"
     )
     tied: bool = Field(False, description="also factorize an embedding and the head that shares its weight, together")
+    experts: bool = Field(
+        True, description="also factorize the experts of a mixture whose weights share one tensor, each by itself"
+    )
     unsampled: bool = Field(
         False, description="also factorize layers whose inputs belong to no token or example; they have no statistics"
     )

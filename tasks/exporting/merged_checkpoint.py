@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from eckart.calibration.losses import Batch
+from eckart.model.experts import fuse
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge
 from eckart.model.module_context import eval_mode
@@ -58,6 +59,7 @@ def to_plain(name: str, folder: Path) -> str:
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)
+    fuse(model)
     difference = _difference(expected, _outputs(model, inputs))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

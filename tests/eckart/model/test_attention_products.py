@@ -100,6 +100,17 @@ def test_rotated_queries_and_keys_are_no_product() -> None:
 # --- the optimum -----------------------------------------------------------------------------------------------------
 
 
+def test_keys_that_several_query_heads_share_are_no_product() -> None:
+    """Each of two keys meets two queries; with a key for each query, the same model has a product."""
+    attention = {"attn_layer_period": 1, "attn_layer_offset": 0, "num_experts": 1, "mamba_dt_rank": 4}
+    sizes = {**LAYERS, **LENGTH, "num_attention_heads": 4, **attention}
+    grouped, separate = (tiny.of("JambaForCausalLM", **sizes, num_key_value_heads=keys)() for keys in (2, 4))
+    batch = {name: BATCHES[0][name] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(ValueError, match="products"):
+        found(grouped, batch)
+    assert [product.heads for product in products(found(separate, batch))] == [4, 4]
+
+
 def test_full_rank_is_the_identity(case) -> None:
     model, product, statistics = case
     for weighting in (NONE, INPUTS, KFAC, FISHER):

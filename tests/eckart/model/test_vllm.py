@@ -116,6 +116,8 @@ def test_unsupported_storage_is_an_error(plugin: Any) -> None:
         method.create_weights(layer, IN, [6], IN, 12, torch.float32)
     with pytest.raises(ValueError, match="export --dense"):
         plugin.EckartConfig.from_config({"ranks": {}, "heads": {"query": 2}})
+    with pytest.raises(ValueError, match=r"experts.*--dense"):
+        plugin.EckartConfig.from_config({"ranks": {}, "experts": ["mlp.experts"]})
     config = plugin.EckartConfig.from_config({"ranks": {"embed": 2}})
     with pytest.raises(ValueError, match="embed"):
         config.get_quant_method(nn.Embedding(3, 3), "embed")
