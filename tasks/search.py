@@ -176,7 +176,8 @@ def _report(decision: Decision, chosen: ChosenRanks) -> None:
     narrowed = sum(1 + len(width.up) for width in decision.widths.values())
     dense = sum(rank is None for rank in decision.ranks.values()) - narrowed
     say(
-        f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense, {narrowed} are narrowed"
+        f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense"
+        + f", {narrowed} lose neurons" * bool(narrowed)
     )
 
 
