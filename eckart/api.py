@@ -365,6 +365,7 @@ def _calibrate(
         groups,
         kinds,
         objective.loss,
+        examples=sum(map(batch_size, batches)),
         checked=batches,
         warn=messages.append,
     )

@@ -1,4 +1,4 @@
-"""Names of candidates and of their stages, as in dvc.yaml: `kfac-0.33` and `finetune@kfac-0.33`."""
+"""Names of candidates and of stages, as in dvc.yaml: `kfac-0.33`, `finetune@kfac-0.33`, `importance_shard@a`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ def recipe_and_keep(candidate: str) -> tuple[str, str]:
     return recipe, keep
 
 
-def stage_name(stage: str, candidate: str) -> str:
-    """Return the name of a candidate's stage, such as `finetune@kfac-0.33`."""
-    return f"{stage}@{candidate}"
+def stage_name(stage: str, item: str) -> str:
+    """Return the name of the stage of a candidate or a shard: `finetune@kfac-0.33`, `importance_shard@a`."""
+    return f"{stage}@{item}"
 
 
 def candidate_of(stage: str) -> str:
-    """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage."""
-    return stage.partition("@")[2]
+    """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage.
+
+    All candidates share `importance_shard@a`: only the name of a candidate contains a dash.
+    """
+    item = stage.partition("@")[2]
+    return item if "-" in item else ""

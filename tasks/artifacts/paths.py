@@ -10,6 +10,8 @@ from tasks.artifacts.results_schema import Result, Runtime
 IMPORTANCE = Path("data/importance")
 """Folder of the calibration statistics and of TARGETS."""
 TARGETS = IMPORTANCE / "targets.json"
+SHARDS = Path("data/shards")
+"""Folder with a folder for each of `importance.shards`: the files of IMPORTANCE, from a part of the examples."""
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
 """Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""

@@ -302,6 +302,11 @@ class Importance(Section):
     offload_activations: bool = Field(
         False, description="keep activations for the backward pass in CPU memory, for GPUs with little memory"
     )
+    shards: dict[Annotated[str, Field(pattern=r"^\w{1,50}$")], None] = Field(
+        {},
+        description="names such as {a, b, c, d}: as many stages gather the statistics of a part of the calibration "
+        "examples each, side by side, and changes them by rounding only; {}: one stage does all",
+    )
 
 
 class Evaluate(Section):
