@@ -22,6 +22,8 @@ from torch import Tensor
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
 
 _FLOOR = 1e-12  # lower bound of a side's eigenvalues and variances ÷ the largest of each; higher in float32 (see _root)
+_WIDE = 1024  # features from which a side's root is a Cholesky factor: for fewer, that saves no time worth other bits
+_INEXACT = 1e-6  # largest bound of the relative error of its smallest eigenvalue for which it is
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,27 @@ def _root(side: Side) -> tuple[Side, Side]:
         return deviations, 1 / deviations
     correlations = values / deviations.unsqueeze(1) / deviations
     correlations.diagonal()[:] = 1.0  # also for dead channels
+    if len(values) >= _WIDE and (factors := _cholesky(correlations)):
+        lift, unlift = factors
+        return lift * deviations, unlift / deviations.unsqueeze(1)
     eigenvalues, vectors = torch.linalg.eigh(correlations)
     roots = eigenvalues.clamp(min=floor * float(eigenvalues[-1])).sqrt()
     return (deviations.unsqueeze(1) * vectors * roots).T, vectors / deviations.unsqueeze(1) / roots
+
+
+def _cholesky(correlations: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return Fᵀ and F⁻ᵀ with F Fᵀ = `correlations`, or None unless they are known to be well conditioned.
+
+    This takes a fifth of the time of an eigendecomposition. Then no eigenvalue is below the floor: the smallest is at
+    least 1 / tr(C⁻¹) = 1 / ‖F⁻¹‖²_F, and the largest at most tr(C), the number of features.
+    """
+    factor, failed = torch.linalg.cholesky_ex(correlations)
+    if failed:
+        return None
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+    condition = float(inverse.square().sum()) * len(factor)
+    return (factor.T, inverse.T) if condition * torch.finfo(factor.dtype).eps <= _INEXACT else None
 
 
 def _apply(side: Side, x: Tensor) -> Tensor:
