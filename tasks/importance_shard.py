@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tasks.artifacts.errors import StageError
+from tasks.artifacts.names import SHARD_STAGE
 from tasks.artifacts.paths import SHARDS
 from tasks.config.schema import Importance, section
 from tasks.importance import EXAMPLES, gather
@@ -38,4 +39,4 @@ def importance_shard(shard: str) -> None:
 
 
 if __name__ == "__main__":
-    run_shard("importance_shard", importance_shard)
+    run_shard(SHARD_STAGE, importance_shard)

@@ -48,7 +48,8 @@ class Decomposition:
 def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
     """Return the weighted SVD of `weight` `(out, in)` under `norm`, computed in float64 if the device supports it.
 
-    Each component's column of `left` and row of `right` have equal norms.
+    Each component's column of `left` and row of `right` have equal norms. A weight on the CPU is decomposed on the GPU,
+    if there is one; the result is on the weight's device.
 
     Raises:
         ValueError: the weight or a side of the norm is not finite.
@@ -58,11 +59,20 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
     if columns < rows:
         flipped = decompose(weight.T, ErrorNorm(left=norm.right, right=norm.left))
         return Decomposition(left=flipped.right.T, right=flipped.left.T, spectrum=flipped.spectrum)
+    home = weight.device
+    weight, norm = _accelerated(weight, norm)
     w, lift, unlift, gram = _weighted_gram(weight, norm)
     energies, basis = torch.linalg.eigh(gram)  # ascending
     spectrum, basis = energies.flip(0).clamp(min=0).sqrt(), basis.flip(1)
     left, right = _balanced(_apply(unlift, basis), basis.T @ _apply(lift, w))
-    return Decomposition(left=left, right=right, spectrum=spectrum)
+    return Decomposition(left.to(home), right.to(home), spectrum.to(home))
+
+
+def _accelerated(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, ErrorNorm]:
+    """Return both on one device: a GPU, if there is one. There an eigendecomposition takes a hundredth of the time."""
+    device = torch.device("cuda") if weight.is_cpu and torch.cuda.is_available() else weight.device
+    left, right = (None if side is None else side.to(device) for side in (norm.left, norm.right))
+    return weight.to(device), ErrorNorm(left=left, right=right)
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +92,9 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
     _check_finite(weight, norm)
     if weight.shape[1] < weight.shape[0]:
         return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
-    *_, gram = _weighted_gram(weight, norm)
-    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt()
+    home = weight.device
+    *_, gram = _weighted_gram(*_accelerated(weight, norm))
+    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt().to(home)
 
 
 def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:

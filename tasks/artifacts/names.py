@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+SHARD_STAGE = "importance_shard"
+"""The stage of each of `importance.shards`, which all candidates share."""
+
 
 def candidate_name(recipe: str, keep: str) -> str:
     """Return the name of a candidate, such as `kfac-0.33`."""
@@ -20,9 +23,6 @@ def stage_name(stage: str, item: str) -> str:
 
 
 def candidate_of(stage: str) -> str:
-    """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage.
-
-    All candidates share `importance_shard@a`: only the name of a candidate contains a dash.
-    """
-    item = stage.partition("@")[2]
-    return item if "-" in item else ""
+    """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage."""
+    name, _, item = stage.partition("@")
+    return "" if name == SHARD_STAGE else item
