@@ -138,8 +138,8 @@ POINTS = [
     ]
     for at_once in (None, 1)
 ]
-WIDE = [Point(2048, 5632, 6, "bfloat16", "kfac", 3, 2, 128, vocabulary=32000, key_values=256, decomposed=1)]
-"""Six of the 22 layers of a LLaMA of 1.1 billion parameters, three at a time."""
+WIDE = [Point(2048, 5632, 22, "bfloat16", "kfac", 8, 2, 128, vocabulary=32000, key_values=256, decomposed=1)]
+"""A LLaMA of 1.1 billion parameters; one of its layers is decomposed."""
 BIG = [
     Point(hidden, mlp, layers, "bfloat16", weighting, at_once, 1, 2048, vocabulary=128256, key_values=1024)
     for hidden, mlp, layers in [(4096, 14336, 32), (8192, 28672, 80)]
@@ -188,7 +188,7 @@ def _table(points: list[Point], measured: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for stage in ("importance", "factorize"):
                 cells.append(point.predicted(stage) // MIB)
-                if measured and stage == "factorize" and point.layers_at_once:
+                if measured and stage == "factorize" and point.layers_at_once and not point.decomposed:
                     cells += ["as above"] * 2  # the stage always reads the statistics of one target at a time
                 elif measured:
                     cells += _in_a_process(point, stage, Path(folder))
