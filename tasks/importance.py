@@ -45,6 +45,7 @@ def gather(folder: Path, part: Callable[[int], range] = range, warn: Callable[[s
 
     Args:
         part: function that returns the indices of the part, from the number of all examples.
+        warn: function that is called with each warning, or with None.
 
     Returns:
         The number of examples in the part.
@@ -62,6 +63,7 @@ def gather(folder: Path, part: Callable[[int], range] = range, warn: Callable[[s
         return examples(range(min(count, len(data))), size)
 
     targets = _find(model, next(first(2, 2)), patterns)
+    warn(targets.census.warning)
     groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
     indices, number = part(len(data)), 0  # of the pass
 
@@ -100,7 +102,6 @@ def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Tar
         f"{len(targets.targets)} targets, {pairs} of them pairs of linear layers, "
         f"{len(targets.excluded)} linear layers excluded"
     )
-    warn(targets.census.warning)
     return targets
 
 
