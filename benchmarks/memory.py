@@ -1,7 +1,8 @@
 """Predict the memory that statistics and factorization need, and measure memory and time on small LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/explanation/memory-and-time.md; some minutes
-    python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B
+    python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B, 8B and 70B
+    python benchmarks/memory.py --wide       # the layers of a LLaMA of 1.1 billion parameters; minutes on idle cores
 
 Each point (a row of a table) is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of
 getrusage), minus the memory of Python and its libraries before the model is created. Weights are random, in the data
@@ -36,7 +37,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Point:
-    """Settings of a measurement: the shape of a LLaMA without grouped queries, and its calibration."""
+    """Settings of a measurement: the shape of a LLaMA, and its calibration.
+
+    `key_values` is the width of keys and values; None: that of queries. `decomposed` is the number of layers that a
+    measurement decomposes; None: all.
+    """
 
     hidden: int
     mlp: int
@@ -47,6 +52,13 @@ class Point:
     examples: int = 4
     tokens: int = 256
     vocabulary: int = 1000
+    key_values: int | None = None
+    decomposed: int | None = None
+
+    @property
+    def narrow(self) -> int:
+        """Return the width of keys and values."""
+        return self.key_values or self.hidden
 
     @property
     def group(self) -> int:
@@ -56,7 +68,7 @@ class Point:
     @property
     def weights(self) -> int:
         """Return the bytes of the model's weights."""
-        linear = 4 * self.hidden**2 + 3 * self.hidden * self.mlp
+        linear = 2 * self.hidden**2 + 2 * self.hidden * self.narrow + 3 * self.hidden * self.mlp
         return (self.layers * linear + self.vocabulary * self.hidden) * BYTES[self.dtype]
 
     @property
@@ -66,8 +78,8 @@ class Point:
         There are four C_in, for the inputs of: query, key and value; the attention's output; gate and up; down. With
         kfac there are seven C_out, one for each linear layer.
         """
-        h, m = self.hidden**2, self.mlp**2
-        return 4 * (3 * h + m + (5 * h + 2 * m if self.weighting == "kfac" else 0))
+        h, m, kv = self.hidden**2, self.mlp**2, self.narrow**2
+        return 4 * (3 * h + m + (3 * h + 2 * kv + 2 * m if self.weighting == "kfac" else 0))
 
     @property
     def activations(self) -> int:
@@ -80,7 +92,7 @@ class Point:
         need the inputs in the backward pass.
         """
         size, tokens = BYTES[self.dtype], self.examples * self.tokens
-        layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
+        layer = 2 * self.hidden * 4 + (2 * self.hidden + 2 * self.narrow + 3 * self.mlp) * size
         return tokens * layer * (self.layers if self.weighting == "kfac" else 1)
 
     @property
@@ -101,6 +113,14 @@ class Point:
         h, m = self.hidden, self.mlp
         return 4 * m**2 + 8 * (2 * h * m + 2 * (h * m + h * h) + m * m + 3 * h * h)
 
+    def streams(self, blocks: int) -> int:
+        """Return the bytes of two streams of hidden states, in float32, of `blocks` blocks of `tokens` tokens.
+
+        A refinement of one decoder block after the other holds what the next block reads in the original model and in
+        the compressed one.
+        """
+        return 2 * 4 * blocks * self.tokens * self.hidden
+
     def predicted(self, stage: str) -> int:
         """Return the predicted bytes at the peak of a stage, `importance` or `factorize`."""
         if stage == "factorize":
@@ -118,6 +138,14 @@ POINTS = [
     ]
     for at_once in (None, 1)
 ]
+WIDE = [Point(2048, 5632, 22, "bfloat16", "kfac", 8, 2, 128, vocabulary=32000, key_values=256, decomposed=1)]
+"""A LLaMA of 1.1 billion parameters; one of its layers is decomposed."""
+BIG = [
+    Point(hidden, mlp, layers, "bfloat16", weighting, at_once, 1, 2048, vocabulary=128256, key_values=1024)
+    for hidden, mlp, layers in [(4096, 14336, 32), (8192, 28672, 80)]
+    for weighting, at_once in product(KINDS, [8, 1])
+]
+"""LLaMA-3 of 8 and of 70 billion parameters."""
 SEVEN = [
     Point(4096, 11008, 32, dtype, weighting, at_once, examples=1, tokens=2048, vocabulary=32000)
     for weighting, dtype, at_once in product(KINDS, BYTES, [None, 8, 1])
@@ -128,6 +156,7 @@ def main() -> None:
     """Print the tables; with --point, only the measurement of that point as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--point", help="JSON: a point to measure in this process")
     parser.add_argument("--stage", choices=("importance", "factorize"))
     parser.add_argument("--folder", type=Path)
@@ -135,9 +164,15 @@ def main() -> None:
     if arguments.point:
         print(json.dumps(_measure(Point(**json.loads(arguments.point)), arguments.stage, arguments.folder)))
         return
+    if arguments.wide:
+        _table(WIDE, measured=True)
+        return
     if not arguments.predict:
         _table(POINTS, measured=True)
     _table(SEVEN, measured=False)
+    _table(BIG, measured=False)
+    for point in (BIG[0], BIG[-1]):
+        print(f"two streams of 256 blocks, hidden {point.hidden}: {point.streams(256) // MIB} MiB")
 
 
 def _table(points: list[Point], measured: bool) -> None:
@@ -153,7 +188,7 @@ def _table(points: list[Point], measured: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for stage in ("importance", "factorize"):
                 cells.append(point.predicted(stage) // MIB)
-                if measured and stage == "factorize" and point.layers_at_once:
+                if measured and stage == "factorize" and point.layers_at_once and not point.decomposed:
                     cells += ["as above"] * 2  # the stage always reads the statistics of one target at a time
                 elif measured:
                     cells += _in_a_process(point, stage, Path(folder))
@@ -194,6 +229,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
         intermediate_size=point.mlp,
         num_hidden_layers=point.layers,
         num_attention_heads=point.hidden // 64,
+        num_key_value_heads=point.narrow // 64,
         num_labels=2,
         pad_token_id=0,
         dtype=point.dtype,
@@ -210,6 +246,8 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
             )
     else:
         weighting = Kfac(kind="kfac", shrinkage=0.0) if point.weighting == "kfac" else Inputs(kind="inputs")
+        layers = passes(targets, 1)[: point.decomposed]
+        targets = tuple(target for layer in layers for target in layer.targets)
         ranks = {target.name: largest_rank(target) // 2 for target in targets}
         factorize_at_once(model, targets, ranks, weighting, load_statistics(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -45,6 +45,7 @@ from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
+from eckart.calibration.warnings import unreached_warning
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
@@ -408,14 +409,17 @@ def _calibrate(
         groups,
         kinds,
         objective.loss,
+        examples=sum(map(batch_size, batches)),
         checked=batches,
         warn=messages.append,
         robust=robust,
     )
     statistics = next(passed, {})
+    if kinds:
+        messages.append(unreached_warning(targets.targets, statistics))
+        targets = without_unreached(targets, statistics)
     for message in filter(None, messages):
         warnings.warn(message, stacklevel=3)  # names the line that called `compress`
-    targets = without_unreached(targets, statistics) if kinds else targets
     problem = SearchProblem(
         model=model,
         targets=targets.targets,

@@ -81,8 +81,9 @@ def tiny_workspace(root: Path, **changes: Any) -> Path:
     write_params(root, tiny_params(**changes))
     write_reviews(root / REVIEWS)
     write_base(root / BASE)
-    (root / "data/reference").mkdir(parents=True, exist_ok=True)
-    (root / "data/reference/.gitkeep").touch()
+    for folder in ("data/reference", "data/shards"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / ".gitkeep").touch()
     return root
 
 
@@ -187,9 +188,9 @@ def write_base(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def run_stage(name: str, recipe: str | None = None, keep: str | None = None) -> None:
+def run_stage(name: str, recipe: str | None = None, keep: str | None = None, shard: str | None = None) -> None:
     """Do what `python -m tasks.NAME --recipe RECIPE --keep KEEP` does, in this process and its working directory."""
-    candidate = ["--recipe", recipe, "--keep", keep] if recipe and keep else []
+    candidate = ["--recipe", recipe, "--keep", keep] if recipe and keep else ["--shard", shard] if shard else []
     before = sys.argv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv = [name, *candidate]
     try:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size, first_examples
+from eckart.calibration.losses import Batch, Loss, first_examples
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import OF_GRADIENTS, Pass, StatisticKind, Statistics, gather
-from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning, unreached_warning
+from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
 
 
 def calibrate(
@@ -19,6 +19,7 @@ def calibrate(
     kinds: Collection[StatisticKind],
     loss: Loss,
     *,
+    examples: int,
     checked: Sequence[Batch],
     warn: Callable[[str | None], None],
     offload_activations: bool = False,
@@ -27,6 +28,7 @@ def calibrate(
     """Yield the statistics of each group of targets, like `gather`, and warn about misleading calibration data.
 
     Args:
+        examples: number of all calibration examples, also if `batches` gives only a part of them.
         checked: batches that are searched for padding that changes outputs; the first two examples are tested for
             underflow of gradients.
         warn: function that is called with each warning, and with None where there is nothing to warn about.
@@ -38,20 +40,8 @@ def calibrate(
     if {*kinds} & {*OF_GRADIENTS}:
         targets = [target for group in groups for target in group.targets]
         warn(underflow_warning(model, first_examples(checked[0], 2), targets, loss))
-    examples = 0
-
-    def counted() -> Iterator[Batch]:
-        nonlocal examples
-        examples = 0
-        for batch in batches():
-            examples += batch_size(batch)
-            yield batch
-
     remaining = iter(groups)  # not by zip, which would keep the statistics in memory during the next pass
-    for statistics in gather(model, counted, groups, kinds, loss, offload_activations, robust):
-        group = next(remaining)
-        warn(few_tokens(group.targets, statistics, examples))
-        if idle := unreached_warning(group.targets, statistics):
-            warn(idle)
+    for statistics in gather(model, batches, groups, kinds, loss, offload_activations, robust):
+        warn(few_tokens(next(remaining).targets, statistics, examples))
         yield statistics
         del statistics

@@ -526,6 +526,29 @@ def save_statistics(statistics: Statistics, folder: Path, part: int | None = Non
         save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, file)
 
 
+def join_statistics(shards: Mapping[Path, int], folder: Path) -> None:
+    """Write to `folder` the statistics over all examples, from those that were saved for parts of the examples.
+
+    Statistics are means over examples, so each part weighs as much as it has examples. Sums are in float64 and in the
+    order of `shards`, so the bytes do not depend on when a part was computed. One file is in memory at a time. A tensor
+    that a part lacks is zero there.
+
+    Args:
+        shards: folder of `save_statistics` → number of its examples.
+    """
+    total = sum(shards.values())
+    for name in sorted({path.name for shard in shards for path in shard.glob("*.safetensors")}):
+        parts = [(_StoredTensors([shard / name]), count) for shard, count in shards.items() if (shard / name).exists()]
+        joined: dict[str, Tensor] = {}
+        for key in sorted(set(chain.from_iterable(part for part, _ in parts))):
+            values = [(part[key], count) for part, count in parts if key in part]
+            mean = torch.zeros_like(values[0][0], dtype=torch.float64)
+            for value, count in values:
+                mean.add_(value, alpha=count / total)
+            joined[key] = mean.to(values[0][0].dtype)
+        save_file(joined, folder / name)
+
+
 def load_statistics(folder: Path) -> Statistics:
     """Open all statistics that `save_statistics` wrote to `folder`; a tensor is only read when it is looked up."""
     files: dict[str, list[Path]] = {}

@@ -208,10 +208,9 @@ def leave_out(found: Targets, names: Collection[str], reason: str) -> Targets:
     left = tuple(target for target in found.targets if target.name not in names)
     lost = sum(target.parameters for target in found.targets if target.name in names)
     counts = {"targets": found.census.targets - lost, "linear": {**found.census.linear, reason: lost}}
-    return Targets(
-        targets=left,
-        excluded={**found.excluded, **dict.fromkeys(names, reason)},
-        census=found.census.model_copy(update=counts),
+    excluded = {**found.excluded, **dict.fromkeys(names, reason)}
+    return found.model_copy(
+        update={"targets": left, "excluded": excluded, "census": found.census.model_copy(update=counts)}
     )
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tasks.artifacts import atomic_files
+from tasks.artifacts.paths import SHARDS
 from tasks.runtime.code_folders import CODE, PIPELINE, all_code
 
 log = logging.getLogger(__name__)
@@ -27,14 +28,16 @@ def refresh() -> None:
     if not CODE.exists():
         return
     for path, text in derived().items():
-        if path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
             log.warning("%s follows the installed eckart %s: commit it", path, version("eckart"))
             atomic_files.write(path, text)
 
 
 def derived() -> dict[Path, str]:
-    """Return path → content of the two files in a workspace that are made from the installed code."""
+    """Return path → content of the files in a workspace that are made from the installed code."""
     pipeline = (HOME / PIPELINE).read_text()
     pipeline = pipeline.replace("cmd: python -m tasks.", "cmd: eckart stage ")
     pipeline = pipeline.replace("[params.yaml, eckart, tasks]", f"[params.yaml, {CODE}]")
-    return {PIPELINE: _NOTE + pipeline, CODE: f"{_NOTE}eckart: {version('eckart')}\ndigest: '{all_code()}'\n"}
+    code = f"{_NOTE}eckart: {version('eckart')}\ndigest: '{all_code()}'\n"
+    return {PIPELINE: _NOTE + pipeline, CODE: code, SHARDS / ".gitkeep": ""}

@@ -1,6 +1,9 @@
-"""Names of candidates and of their stages, as in dvc.yaml: `kfac-0.33` and `finetune@kfac-0.33`."""
+"""Names of candidates and of stages, as in dvc.yaml: `kfac-0.33`, `finetune@kfac-0.33`, `importance_shard@a`."""
 
 from __future__ import annotations
+
+SHARD_STAGE = "importance_shard"
+"""The stage of each of `importance.shards`, which all candidates share."""
 
 
 def candidate_name(recipe: str, keep: str) -> str:
@@ -14,11 +17,12 @@ def recipe_and_keep(candidate: str) -> tuple[str, str]:
     return recipe, keep
 
 
-def stage_name(stage: str, candidate: str) -> str:
-    """Return the name of a candidate's stage, such as `finetune@kfac-0.33`."""
-    return f"{stage}@{candidate}"
+def stage_name(stage: str, item: str) -> str:
+    """Return the name of the stage of a candidate or a shard: `finetune@kfac-0.33`, `importance_shard@a`."""
+    return f"{stage}@{item}"
 
 
 def candidate_of(stage: str) -> str:
     """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage."""
-    return stage.partition("@")[2]
+    name, _, item = stage.partition("@")
+    return "" if name == SHARD_STAGE else item

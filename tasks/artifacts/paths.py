@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import Field
+
 from eckart.model.mlps import Width
 from tasks.artifacts.results_schema import Result, Runtime
 
@@ -13,6 +15,8 @@ IMPORTANCE = Path("data/importance")
 TARGETS = IMPORTANCE / "targets.json"
 WRITTEN = Path("data/written/blocks.parquet")
 """Calibration blocks that the original model has written, as token ids."""
+SHARDS = Path("data/shards")
+"""Folder with a folder for each of `importance.shards`: the files of IMPORTANCE, from a part of the examples."""
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
 """Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""
@@ -54,7 +58,7 @@ class Decision(Result):
     """Number of parameters of all targets at these ranks, in the recipe's storage, without biases and residual."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
-    widths: dict[str, Width] = {}
+    widths: dict[str, Width] = Field(default_factory=dict)
     """Down target of each MLP that is narrowed → its width; the targets of these MLPs have no rank."""
     average_rank: float | None
     """Mean numerical rank of the target layers' weights after shaping; null if nothing was shaped."""

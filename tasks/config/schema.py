@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, overload
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -86,6 +87,16 @@ def _rising(ends: tuple[float, float]) -> tuple[float, float]:
 
 
 Range = Annotated[tuple[float, float], AfterValidator(_rising)]
+
+
+def _named(shards: object) -> object:
+    if not isinstance(shards, Mapping):
+        raise PydanticCustomError("shards", "names, such as {a, b}: each gets a stage of its own")
+    return shards
+
+
+Shards = Annotated[dict[Annotated[str, Field(pattern=r"^\w{1,50}$")], None], BeforeValidator(_named)]
+"""Names of shards, as the keys of a mapping: DVC merges those with the default in dvc.yaml, `{}`."""
 
 
 class ParamsError(EckartError):
@@ -375,6 +386,11 @@ class Importance(Section):
     )
     offload_activations: bool = Field(
         False, description="keep activations for the backward pass in CPU memory, for GPUs with little memory"
+    )
+    shards: Shards = Field(
+        {},
+        description="names such as {a, b, c, d}: as many stages gather the statistics of a part of the calibration "
+        "examples each, side by side, and changes them by rounding only; {}: one stage does all",
     )
 
 

@@ -113,7 +113,7 @@ def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -
     recipes = parameters["study"]["recipes"]
     return {
         name: {recipe: code.digest(f"{name}@{recipe}") for recipe in recipes}
-        if "matrix" in stage
+        if "recipe" in stage.get("matrix", ())
         else code.digest(name)
         for name, stage in pipeline.items()
         if name != _RESOLVE

@@ -67,6 +67,18 @@ def run_candidate(
     _guard(stage, "candidate", of_candidate)
 
 
+def run_shard(name: str, work: Callable[[str], None]) -> None:
+    """Run a stage for the shard that the option `--shard` names. Shards run side by side, like candidates.
+
+    Args:
+        work: the stage's function of the shard's name; its docstring becomes the help text.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
+    parser.add_argument("--shard", required=True, help="one of importance.shards")
+    shard = parser.parse_args().shard
+    _guard(stage_name(name, shard), "candidate", partial(work, shard))
+
+
 def leads() -> bool:
     """Whether this process writes the results. Among processes that train together, only the first one does."""
     return os.environ.get("RANK", "0") == "0"

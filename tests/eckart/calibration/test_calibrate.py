@@ -25,7 +25,9 @@ def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
         return batches
 
     parts = list(
-        calibrate(model, once_more, groups, KINDS, mean_loss_times_batch, checked=batches[:1], warn=said.append)
+        calibrate(
+            model, once_more, groups, KINDS, mean_loss_times_batch, examples=4, checked=batches[:1], warn=said.append
+        )
     )
     assert len(parts) == len(groups) == len(passed) > 1
     whole = collect(model, batches, targets, KINDS)
@@ -44,6 +46,8 @@ def test_without_a_group_only_padding_is_checked() -> None:
     left = tiny.batches(tiny.samples(12), 4, side="left")
     untold = [{name: values for name, values in batch.items() if name != "position_ids"} for batch in left]
     said: list[str | None] = []
-    given = calibrate(tiny.gpt2(), lambda: untold, [], [], mean_loss_times_batch, checked=untold, warn=said.append)
+    given = calibrate(
+        tiny.gpt2(), lambda: untold, [], [], mean_loss_times_batch, examples=12, checked=untold, warn=said.append
+    )
     assert list(given) == []
     assert [str(message).split()[0] for message in said] == ["padding"]

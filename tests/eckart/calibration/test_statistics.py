@@ -12,11 +12,13 @@ from eckart.calibration.second_moments import add_gram, mirror, square_sums
 from eckart.calibration.statistics import (
     STATISTIC_KINDS,
     collect,
+    join_statistics,
     load_statistics,
     mean_loss_times_batch,
     passes,
     save_statistics,
 )
+from eckart.model.attention_products import find_products
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny
 
@@ -503,3 +505,31 @@ def test_sums_of_squares_are_never_negative():
     x[..., 0] = 30.0
     delta -= delta.mean(1, keepdim=True)
     assert all((sums >= 0).all() for sums in square_sums(x, delta, weight, ["fisher"])["fisher"])
+
+
+# --- parts of the examples -------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_parts_join_to_those_of_all_examples(tmp_path):
+    """All kinds, also those of attention products, for parts of several sizes, gathered in several passes."""
+    model = double("bert")
+    probe = tiny.collate(SAMPLES[:2])
+    targets = find_products(model, probe, find_targets(model, probe)).targets
+    groups, parts = passes(targets, 1), {"a": SAMPLES[:7], "b": SAMPLES[7:8], "c": SAMPLES[8:]}
+    for name, samples in parts.items():
+        for number, group in enumerate(groups):
+            save_statistics(collect(model, tiny.batches(samples, 4), group.targets), tmp_path / name, number)
+    (tmp_path / "all").mkdir()
+    join_statistics({tmp_path / name: len(samples) for name, samples in parts.items()}, tmp_path / "all")
+    joined, whole = load_statistics(tmp_path / "all"), collect(model, tiny.batches(SAMPLES, 4), targets)
+    assert "input_sums" in whole
+    assert_same(joined, whole)
+
+
+def test_a_tensor_that_a_part_lacks_is_zero_there(tmp_path):
+    for name, kind in (("a", "inputs"), ("b", "fisher"), ("all", "taylor")):
+        save_statistics({kind: {"x": torch.ones(2)}}, tmp_path / name)
+    join_statistics({tmp_path / "a": 3, tmp_path / "b": 1}, tmp_path / "all")
+    joined = load_statistics(tmp_path / "all")
+    assert joined["inputs"]["x"].tolist() == [0.75, 0.75]
+    assert joined["fisher"]["x"].tolist() == [0.25, 0.25]

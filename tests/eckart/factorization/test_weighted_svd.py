@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eckart.factorization import weighted_svd
 from eckart.factorization.weighted_svd import Decomposition, decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm, Side
 
@@ -264,3 +265,26 @@ def test_values_that_are_not_finite_are_an_error_that_names_them(where, function
     tensors[where][0, 0] = float("nan")
     with pytest.raises(ValueError, match=rf"\b{where}\b"):
         function(tensors["weight"], ErrorNorm(tensors["left weighting"], tensors["right weighting"]))
+
+
+# --- wide layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "conditioned"), [("full", True), ("dead", True), ("outlier", True), ("deficient", False)]
+)
+def test_a_wide_layers_cholesky_root_gives_the_same_components(kind, conditioned, monkeypatch):
+    """A singular side still takes the eigendecomposition, whose floor it needs."""
+    generator = torch.Generator().manual_seed(0)
+    weight, right = normal(generator, 12, 15), draw_metric("full", 15, generator)
+    norm = ErrorNorm(draw_metric(kind, 12, generator), right)
+    narrow, used = decompose(weight, norm), []
+    cholesky = weighted_svd._cholesky
+    monkeypatch.setattr(weighted_svd, "_WIDE", 1)
+    monkeypatch.setattr(weighted_svd, "_cholesky", lambda side: used.append(cholesky(side)) or used[-1])
+    wide = decompose(weight, norm)
+    assert [factors is not None for factors in used] == [conditioned]
+    torch.testing.assert_close(wide.spectrum, narrow.spectrum)
+    torch.testing.assert_close(spectrum(weight, norm), narrow.spectrum)
+    for rank in (1, 5, 12):
+        torch.testing.assert_close(approximation(wide, rank), approximation(narrow, rank))

@@ -30,7 +30,7 @@ def test_a_stage_runs_its_own_module(name: str) -> None:
 def test_a_stage_reads_its_parameters_and_its_code_from_resolved_yaml_alone(name: str) -> None:
     ((file, paths),) = STAGES[name]["params"][0].items()
     assert (len(STAGES[name]["params"]), file) == (1, "resolved.yaml")
-    assert paths[0] == f"code.{name}" + (".${item.recipe}" if "matrix" in STAGES[name] else "")
+    assert paths[0] == f"code.{name}" + (".${item.recipe}" if "recipe" in STAGES[name].get("matrix", ()) else "")
     assert all(dep.startswith(("data/", "models/", "reports/")) for dep in STAGES[name]["deps"])
 
 
