@@ -6,6 +6,8 @@ than eckart. Install it into vLLM's environment with `pip install --no-deps`; vL
 
 vLLM fuses linear layers with the same inputs into one layer, such as `qkv_proj` or `gate_up_proj`. So the right factors
 of these layers are also joined, and multiplied in one product.
+
+Layers of narrowed MLPs are dense, but have other shapes than the model's config says. They run as vLLM's own layers.
 """
 
 from __future__ import annotations
@@ -111,6 +113,49 @@ class LowRankMethod(LinearMethodBase):
         return together if bias is None else together + bias
 
 
+class NarrowedMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Computes a dense layer that has other sizes than vLLM gives it.
+
+    Args:
+        name: name of the layer, for errors.
+        shapes: shape `[out, in]` of each of the linear layers that vLLM fused into the layer.
+    """
+
+    def __init__(self, name: str, shapes: list[list[int]]) -> None:
+        super().__init__()
+        self.name, self.shapes = name, shapes
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **loading: Any,
+    ) -> None:
+        """Give `layer` its true sizes, by which vLLM then makes and loads weight and bias, and allocate the weight."""
+        layer.input_size, outs = self.shapes[0][1], [out for out, _ in self.shapes]
+        layer.output_size = sum(outs)
+        layer.input_size_per_partition = self._share(layer.input_size, input_size // input_size_per_partition)
+        devices = output_size // sum(output_partition_sizes)
+        layer.output_partition_sizes = [self._share(out, devices) for out in outs]
+        layer.output_size_per_partition = sum(layer.output_partition_sizes)
+        if hasattr(layer, "output_sizes"):
+            layer.output_sizes = outs
+        sizes = (layer.input_size_per_partition, layer.output_partition_sizes, layer.input_size, layer.output_size)
+        super().create_weights(layer, *sizes, params_dtype, **loading)
+
+    def _share(self, size: int, devices: int) -> int:
+        if size % devices:
+            raise ValueError(
+                f"{self.name} has {size} neurons, which {devices} devices cannot share equally: set "
+                f"tensor_parallel_size to a divisor of {size}, or {_MERGE}"
+            )
+        return size // devices
+
+
 def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
     """Yield each part's tensor in the flat parameter `name`; None for a part without this tensor."""
     start = 0
@@ -152,8 +197,15 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 class EckartConfig(QuantizationConfig):
     """Storage of a compressed model's layers, read from its config.json (eckart/model/hf_format.py)."""
 
-    def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
+    def __init__(
+        self,
+        ranks: Mapping[str, int],
+        rows: Mapping[str, int],
+        pivoted: list[str],
+        narrowed: Mapping[str, list[int]],
+    ) -> None:
         super().__init__()
+        self.narrowed = dict(narrowed)
         self.parts = {name: Part(rank, rows.get(name, 0), name in pivoted) for name, rank in ranks.items()}
 
     @classmethod
@@ -162,7 +214,7 @@ class EckartConfig(QuantizationConfig):
             raise ValueError(f"vLLM does not run factorized products of queries and keys: {_MERGE}")
         if config.get("experts"):
             raise ValueError(f"vLLM does not run factorized experts: {_MERGE}")
-        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [])
+        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [], config.get("narrowed") or {})
 
     @classmethod
     def get_name(cls) -> str:
@@ -183,6 +235,7 @@ class EckartConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.parts = hf_to_vllm_mapper.apply_dict(self.parts)
+        self.narrowed = hf_to_vllm_mapper.apply_dict(self.narrowed)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         """Return the object that computes `layer`; None for layers that are not linear.
@@ -199,5 +252,7 @@ class EckartConfig(QuantizationConfig):
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(child, [child])]
+        if all(name in self.narrowed for name in names):
+            return NarrowedMethod(prefix, [self.narrowed[name] for name in names])
         parts = [self.parts.get(name, Part(None)) for name in names]
         return LowRankMethod(parts) if any(name in self.parts for name in names) else UnquantizedLinearMethod()

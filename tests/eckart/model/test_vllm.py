@@ -29,6 +29,15 @@ IN, OUTS = 7, (6, 4, 5)
 TEXT = [3, 4, 5, 6, 7]
 
 
+class Unquantized:
+    """Stand-in for the method of vLLM's dense layers."""
+
+    def create_weights(
+        self, layer: nn.Module, inputs: int, outputs: list[int], input_size: int, output_size: int, dtype: torch.dtype
+    ) -> None:
+        layer.register_parameter("weight", nn.Parameter(torch.empty(sum(outputs), inputs, dtype=dtype)))
+
+
 def stand_in() -> Iterator[ModuleType]:
     """Stand in for the modules of vLLM that the plug-in imports."""
     layers = "vllm.model_executor.layers"
@@ -36,7 +45,7 @@ def stand_in() -> Iterator[ModuleType]:
     for name in [*names, f"{layers}.quantization.base_config"]:
         module: Any = ModuleType(name)
         module.LinearBase = type("LinearBase", (nn.Module,), {})
-        module.LinearMethodBase = module.UnquantizedLinearMethod = type("Method", (), {})
+        module.LinearMethodBase, module.UnquantizedLinearMethod = type("Method", (), {}), Unquantized
         module.QuantizationConfig = type("Config", (), {"__init__": lambda self: None})
         module.register_quantization_config = lambda method: lambda config: config
         yield module
@@ -110,6 +119,38 @@ def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
+def narrowed(plugin: Any, name: str, layer: nn.Module, devices: int = 1) -> nn.Module:
+    """Return the layer `name` of a LLaMA, whose MLP of 96 neurons has 40, after vLLM has made it on one of `devices`.
+
+    `layer` has the attributes that vLLM's layers have before they ask for their weights.
+    """
+    config = {"ranks": {}, "narrowed": {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64], "mlp.down_proj": [64, 40]}}
+    read = plugin.EckartConfig.from_config(config)
+    read.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    method = read.get_quant_method(layer, f"mlp.{name}")
+    if name == "gate_up_proj":
+        layer.output_sizes = [96, 96]
+        method.create_weights(layer, 64, [96 // devices] * 2, 64, 192, torch.float32)
+    else:
+        method.create_weights(layer, 96 // devices, [64], 96, 64, torch.float32)
+    return layer
+
+
+@pytest.mark.skipif(bool(find_spec("vllm")), reason="vLLM's own layers need its distributed groups")
+def test_narrowed_layers_get_their_sizes(plugin: Any) -> None:
+    layer = sys.modules["vllm.model_executor.layers.linear"].LinearBase
+    for devices in (1, 4):
+        joined = narrowed(plugin, "gate_up_proj", layer(), devices)
+        assert (joined.input_size_per_partition, joined.input_size, joined.output_size) == (64, 64, 80)
+        assert (joined.output_sizes, joined.output_size_per_partition) == ([40, 40], 80 // devices)
+        assert joined.weight.shape == (80 // devices, 64)
+        down = narrowed(plugin, "down_proj", layer(), devices)
+        assert (down.input_size, down.output_size, down.output_partition_sizes) == (40, 64, [64])
+        assert down.weight.shape == (64, 40 // devices)
+    with pytest.raises(ValueError, match=r"gate_up_proj has 40 .*divisor of 40"):
+        narrowed(plugin, "gate_up_proj", layer(), 3)
+
+
 def test_unsupported_storage_is_an_error(plugin: Any) -> None:
     method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
@@ -139,7 +180,12 @@ def causal(family: str) -> PreTrainedModel:
 
 
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
-    """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest."""
+    """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest.
+
+    If narrowed, the MLPs have other widths, and the layers of attention stay dense.
+    """
+    if stored == "narrowed":
+        return tiny.narrow(model, (40, 70))
     for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
         if number % 3 != 1:
             tiny.factorize_layer(model, target.name, 3 + number % 4, slice(1, 3) if stored == "rows" else None)
@@ -159,7 +205,11 @@ def losses(model: PreTrainedModel) -> Tensor:
     not find_spec("vllm"), reason="vLLM is not installed; it needs an environment of its own: pip install vllm pytest"
 )
 @pytest.mark.parametrize(
-    ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
+    ("family", "stored"),
+    [
+        *(("llama", stored) for stored in ("factors", "pivoted", "rows", "narrowed")),
+        *(("gpt2", stored) for stored in ("factors", "narrowed")),
+    ],
 )
 def test_vllm_generates_as_transformers(family: str, stored: str, tmp_path: Path) -> None:
     from vllm import LLM, SamplingParams
