@@ -25,7 +25,7 @@ from eckart.model.layers import LowRankLinear, PivotedLinear
 from eckart.model.targets import find_targets
 from tests import tiny
 
-IN, OUTS = 7, (6, 4, 5)
+IN, OUTS = 8, (8, 4, 6)
 TEXT = [3, 4, 5, 6, 7]
 
 
@@ -106,6 +106,53 @@ def test_a_fused_layer_computes_the_same_as_its_parts(plugin: Any, kind: str, sh
     torch.testing.assert_close(method.apply(layer, x, bias), wanted + bias)
 
 
+def on_device(plugin: Any, parts: list[nn.Module], inputs: int, outs: list[int], **sharing: int) -> Any:
+    """Return a function that computes what one device does: of each part these numbers of outputs, from its inputs.
+
+    Args:
+        inputs: number of inputs of the device.
+        sharing: attributes of vLLM's layers.
+    """
+    layer = nn.Module()
+    vars(layer).update(sharing)
+    method = plugin.LowRankMethod([as_part(plugin, part) for part in parts])
+    # vLLM counts the outputs of heads that several devices have as often as there are devices.
+    output_size = sum(outs) * (sharing["tp_size"] if inputs == IN else 1)
+    method.create_weights(layer, inputs, outs, IN, output_size, torch.float32)
+    for shard, part in enumerate(parts):
+        for name, values in part.state_dict().items():
+            parameter = layer.get_parameter(name)
+            parameter.weight_loader(parameter, values, shard)
+    method.process_weights_after_loading(layer)
+    return lambda x: method.apply(layer, x)
+
+
+@pytest.mark.parametrize("kind", ["factors", "rows", "pivoted", "mixed"])
+def test_devices_with_some_outputs_compute_the_same_together(plugin: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    parts, x = fused_parts()[kind], torch.randn(3, IN)
+    for devices, same in ((2, 1), (4, 2)):
+        outs = [OUTS[0] // devices, *(out * same // devices for out in OUTS[1:])]
+        sharing = {"tp_size": devices, "num_kv_head_replicas": same}
+        found = [on_device(plugin, parts, IN, outs, tp_rank=rank, **sharing)(x) for rank in range(devices)]
+        query, key, value = zip(*(y.split(outs, -1) for y in found), strict=True)
+        for part, pieces in zip(parts, (query, key[::same], value[::same]), strict=True):
+            torch.testing.assert_close(torch.cat(pieces, -1), part(x))
+        for pieces in (key, value):
+            assert all(torch.equal(pieces[rank], pieces[rank // same * same]) for rank in range(devices))
+
+
+@pytest.mark.parametrize("kind", ["factors", "rows", "pivoted"])
+def test_outputs_of_devices_with_some_inputs_add_up(plugin: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    part, x = fused_parts()[kind][2], torch.randn(3, IN)
+    found = [
+        on_device(plugin, [part], IN // 4, [OUTS[2]], tp_rank=rank, tp_size=4)(piece)
+        for rank, piece in enumerate(x.chunk(4, -1))
+    ]
+    torch.testing.assert_close(sum(found), part(x))
+
+
 def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     """So are GPT-2's query, key and value."""
     torch.manual_seed(0)
@@ -154,7 +201,7 @@ def test_narrowed_layers_get_their_sizes(plugin: Any) -> None:
 def test_unsupported_storage_is_an_error(plugin: Any) -> None:
     method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
-        method.create_weights(layer, IN, [6], IN, 12, torch.float32)
+        method.create_weights(layer, IN, [2, 2, 2], IN, 12, torch.float32)
     with pytest.raises(ValueError, match="export --dense"):
         plugin.EckartConfig.from_config({"ranks": {}, "heads": {"query": 2}})
     with pytest.raises(ValueError, match=r"experts.*--dense"):
