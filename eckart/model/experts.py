@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from eckart.model.layers import LowRankLayer, replace
 if TYPE_CHECKING:
     from eckart.model.targets import Target
 
+Module = TypeVar("Module", bound=nn.Module)
 
 _TOKENS = 8  # random tokens on which a fused module and its experts are compared
 _ROUNDING = {True: 1e-4, False: 5e-2}
@@ -168,7 +169,7 @@ def unfused(model: PreTrainedModel) -> PreTrainedModel:
     return same
 
 
-def sharing_copy(module: nn.Module) -> nn.Module:
+def sharing_copy(module: Module) -> Module:
     """Return a copy of `module`, whose layers can be replaced alone, but which shares all tensors with it."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, tensors)  # takes them for copies that it has made already
