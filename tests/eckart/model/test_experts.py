@@ -19,8 +19,8 @@ from eckart.calibration.routed_tokens import UNREACHED, unreached
 from eckart.calibration.statistics import collect
 from eckart.model import hf_format
 from eckart.model.experts import fuse, is_fused, unfuse, unfused, unfused_experts
-from eckart.model.mlps import find_mlps
 from eckart.model.macs import macs
+from eckart.model.mlps import find_mlps
 from eckart.model.targets import Target, Targets, find_targets, weight_of
 from tests import tiny
 
