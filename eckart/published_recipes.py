@@ -44,10 +44,25 @@ PUBLISHED: Mapping[str, Published] = {
         "https://arxiv.org/abs/2604.02119",
         {"weighting": "inputs", "sequential": {"anchor": 1.0, "ridge": 1e-9}},
     ),
+    "aa_svd_refined": Published(
+        "AA-SVD (2026), at uniform ranks",
+        "https://arxiv.org/abs/2604.02119",
+        {"weighting": "inputs", "sequential": {"anchor": 1.0, "ridge": 1e-9, "refine": {"passes": 25}}},
+    ),
+    "zs_svd": Published(
+        "ZS-SVD, one shot (ICML 2026)",
+        "https://arxiv.org/abs/2602.02848",
+        {"weighting": "inputs", "ranks": "zero_sum"},
+    ),
     "kfac_svd": Published(
         "KFAC-SVD (LEMS, ICML 2026), at uniform ranks",
         None,
         {"weighting": {"kind": "kfac", "shrinkage": 0.3, "input_shrinkage": 0.1}},
+    ),
+    "lems": Published(
+        "LEMS (ICML 2026): KFAC-SVD with ranks by measured losses and depth",
+        None,
+        {"weighting": {"kind": "kfac", "shrinkage": 0.3, "input_shrinkage": 0.1}, "ranks": "calibrated"},
     ),
     "kfac": Published(
         "K-FAC weighting (as in KFAC-SVD, ICML 2026), waterfilled ranks (ours)",

@@ -1,0 +1,167 @@
+"""Narrowed MLPs: which neurons stay, what they predict, and models that hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eckart
+from eckart.calibration.statistics import collect
+from eckart.factorization.error_compensation import anchored
+from eckart.factorization.narrowing import Narrowing
+from eckart.factorization.neuron_selection import fitted, order_neurons
+from eckart.factorization.weightings import ErrorNorm, Inputs
+from eckart.model.layers import NarrowedLinear
+from eckart.model.mlps import Width, find_mlps
+from eckart.model.targets import find_targets
+from eckart.recipe import Recipe, complete, contradictions
+from tests import tiny
+
+NARROW = {"weighting": "kfac", "ranks": {"kind": "waterfill", "narrow": True, "multiple": 2}}
+
+
+MODELS = {**tiny.FAMILIES, "causal": tiny.causal_llama, "t5": tiny.t5}
+
+
+def drawn(family: str) -> tuple[Any, tiny.Batch]:
+    """Return a model and a batch; those for classes have labels."""
+    batch = tiny.collate(tiny.samples(4))
+    if family == "causal":
+        batch["labels"] = batch["input_ids"]
+    if family == "t5":
+        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return MODELS[family]().eval(), batch
+
+
+def moment(size: int, samples: int = 50) -> Tensor:
+    x = torch.randn(samples, size, dtype=torch.float64) * torch.rand(size, dtype=torch.float64)
+    return x.T @ x / samples
+
+
+def loss_without(weight: Tensor, norm: ErrorNorm, neurons: Tensor) -> float:
+    """½ tr(A W E Wᵀ), by the inverse of B's block."""
+    assert norm.left is not None
+    assert norm.right is not None
+    b = norm.right
+    remaining = b - b[:, neurons] @ torch.linalg.inv(b[neurons][:, neurons]) @ b[neurons]
+    return float(torch.trace(norm.left @ weight @ remaining @ weight.T)) / 2
+
+
+def test_predicted_losses_are_those_of_the_best_fit() -> None:
+    torch.manual_seed(0)
+    weight, norm = torch.randn(5, 12, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(12))
+    order = order_neurons(weight, norm, 3)
+    assert sorted(order.neurons.tolist()) == list(range(12))
+    assert order.widths == [0, 3, 6, 9, 12]
+    assert order.losses == sorted(order.losses, reverse=True)
+    for width, loss in list(zip(order.widths, order.losses, strict=True))[1:-1]:
+        assert loss == pytest.approx(loss_without(weight, norm, order.kept(width)), rel=1e-3)
+
+
+def test_the_first_neuron_is_the_best_single_one() -> None:
+    torch.manual_seed(0)
+    weight, norm = torch.randn(5, 9, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(9))
+    losses = [loss_without(weight, norm, torch.tensor([neuron])) for neuron in range(9)]
+    assert int(order_neurons(weight, norm, 1).neurons[0]) == min(range(9), key=losses.__getitem__)
+
+
+def test_a_fitted_down_layer_is_the_least_squares_solution() -> None:
+    torch.manual_seed(0)
+    x, weight, neurons = torch.randn(40, 8).double(), torch.randn(3, 8).double(), torch.tensor([0, 2, 5])
+    expected = torch.linalg.lstsq(x[:, neurons], x @ weight.T).solution.T
+    torch.testing.assert_close(fitted(weight, x.T @ x, neurons), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_correction_restores_the_outputs_from_fewer_inputs() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 8).double(), torch.randn(3, 8).double()
+    fewer = x[:, :5] + 0.1 * torch.randn(40, 5).double()
+    expected = torch.linalg.lstsq(fewer, x @ weight.T).solution.T
+    corrected = anchored(weight, fewer.T @ fewer, x.T @ fewer, 1.0, 1e-12, start=torch.zeros(3, 5))
+    torch.testing.assert_close(corrected, expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_the_mlps_of_every_layer_are_found(family: str) -> None:
+    model, batch = drawn(family)
+    targets = find_targets(model, batch).targets
+    mlps = find_mlps(model, targets, batch)
+    neurons = {"bert": 40, "gpt2": 64, "llama": 24, "t5": 24}[family]
+    assert [mlp.neurons for mlp in mlps] == [neurons] * 2
+    assert {len(mlp.up) for mlp in mlps} == {2 if family == "llama" else 1}
+
+
+def test_neurons_that_a_norm_joins_are_not_found() -> None:
+    model, batch = drawn("causal")
+    act: Any = model.model.layers[0].mlp
+    act.act_fn = nn.Sequential(nn.SiLU(), nn.LayerNorm(model.config.intermediate_size))
+    mlps = find_mlps(model, find_targets(model, batch).targets, batch)
+    assert [mlp.down for mlp in mlps] == [f"model.layers.{n}.mlp.down_proj" for n in range(1, len(model.model.layers))]
+
+
+def test_copies_of_neurons_are_left_out_without_any_loss() -> None:
+    model, batch = drawn("causal")
+    mlp = model.model.layers[0].mlp
+    half = mlp.gate_proj.out_features // 2
+    with torch.no_grad():
+        for layer in (mlp.gate_proj, mlp.up_proj):
+            layer.weight[half : 2 * half] = layer.weight[:half]
+        expected = model(**batch).logits
+    targets = find_targets(model, batch).targets
+    statistics = collect(model, [batch], targets, ["inputs"])
+    names = tuple(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj"))
+    widths = {"model.layers.0.mlp.down_proj": Width(up=names, neurons=half, group=2, loss=0.0)}
+    narrowing = Narrowing(model, targets, widths, Inputs(), statistics)
+    for name in narrowing.down_of:
+        narrowing.narrow(name)
+    assert isinstance(mlp.gate_proj, NarrowedLinear)
+    assert mlp.gate_proj.weight.shape[0] == half
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("causal", {}),
+        ("gpt2", {"sequential": {"anchor": 0.5}}),
+        ("bert", {"sequential": {"anchor": 0.0}}),
+        ("causal", {"storage": "pivoted", "sequential": {"refine": {"passes": 1, "batch_size": 1}}}),
+    ],
+)
+def test_narrowed_models_keep_the_budget_and_survive_saving(family: str, changes: dict[str, Any]) -> None:
+    """`compress` itself compares the outputs of the saved model."""
+    model, batch = drawn(family)
+    small, report = eckart.compress(model, [batch, batch], 0.5, NARROW | changes)
+    narrowed = {name for name, module in small.named_modules() if isinstance(module, NarrowedLinear)}
+    assert narrowed
+    before, after = (sum(target.parameters[place] for target in report.targets.values()) for place in (0, 1))
+    assert after <= 0.5 * before
+    weights = sum(
+        values.numel()
+        for name in report.targets
+        for part, values in small.get_submodule(name).named_parameters()
+        if part != "bias"
+    )
+    assert weights == after
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_narrowing_never_predicts_more_loss() -> None:
+    model, batch = drawn("causal")
+    plain = NARROW | {"ranks": {"kind": "waterfill", "multiple": 2}}
+    for keep in (0.8, 0.4):
+        losses = [eckart.compress(model, [batch], keep, recipe).report.predicted_loss for recipe in (NARROW, plain)]
+        assert losses[0] is not None
+        assert losses[1] is not None
+        assert losses[0] <= losses[1] * 1.01
+
+
+def test_contradictions_say_what_to_write() -> None:
+    recipe = Recipe.model_validate(complete(NARROW | {"residual": "sparse_rows", "recovery": "mixed_rank"}))
+    found = [message for part, message in contradictions(recipe) if part == "ranks"]
+    assert len(found) == 2
