@@ -6,6 +6,13 @@ than eckart. Install it into vLLM's environment with `pip install --no-deps`; vL
 
 vLLM fuses linear layers with the same inputs into one layer, such as `qkv_proj` or `gate_up_proj`. So the right factors
 of these layers are also joined, and multiplied in one product.
+
+Layers of narrowed MLPs are dense, but have other shapes than the model's config says. They run as vLLM's own layers.
+
+With several devices, vLLM cuts some layers by their outputs and others by their inputs. Of a layer that is cut by
+outputs, a device has these rows of the left factor, and the whole right factor. Of one that is cut by inputs, it has
+these columns of the right factor, and the whole left factor; vLLM adds the devices' outputs. So devices exchange as
+much as for dense layers.
 """
 
 from __future__ import annotations
@@ -51,6 +58,40 @@ class Part:
         return {**right, "left": (out_features, self.rank), **residual}
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one device computes of a linear layer: some outputs from some inputs, or all."""
+
+    outputs: slice
+    inputs: slice
+
+    def cut(self, name: str, values: Tensor) -> Tensor:
+        """Return what the device needs of the tensor `name` of a weights file.
+
+        Tensors that only say together which outputs they belong to stay whole; `finish` cuts them.
+        """
+        if name in ("left", "weight"):
+            values = values[self.outputs]
+        return values[:, self.inputs] if name in ("right", "residual", "weight") else values
+
+    def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert pivots to a left factor, and leave out other devices' outputs; all `tensors` have been through `cut`.
+
+        Returns:
+            weight or right and left; with a residual, also residual and the positions `rows` in the device's outputs.
+        """
+        if "others" in tensors:
+            others, places = tensors["others"], tensors["places"]
+            identity = torch.eye(others.shape[1], dtype=others.dtype, device=others.device)
+            left = torch.cat([identity, others]).index_select(0, places[self.outputs])
+            return {"right": tensors["right"], "left": left}
+        if "rows" in tensors:
+            rows = tensors["rows"]
+            here = (rows >= self.outputs.start) & (rows < self.outputs.stop)
+            return {**tensors, "residual": tensors["residual"][here], "rows": rows[here] - self.outputs.start}
+        return tensors
+
+
 class LowRankMethod(LinearMethodBase):
     """Computes y = (x rightᵀ) leftᵀ for each part of a fused layer: x `(…, in)` → all their outputs `(…, out)`."""
 
@@ -68,32 +109,47 @@ class LowRankMethod(LinearMethodBase):
         **_: Any,
     ) -> None:
         """Allocate one flat parameter for each tensor name in the weights files, with the parts one after the other."""
-        if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
-            raise ValueError(f"factors run on one device: set tensor_parallel_size=1, or {_MERGE}")
-        outs = output_partition_sizes if len(self.parts) > 1 else [output_size]
-        layer.eckart_shapes = [part.shapes(out, input_size) for part, out in zip(self.parts, outs, strict=True)]
-        for name in dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes):
+        outs = output_partition_sizes if len(self.parts) > 1 else [sum(output_partition_sizes)]
+        by_outputs, by_inputs = sum(outs) != output_size, input_size_per_partition != input_size
+        if by_outputs and len(outs) < len(output_partition_sizes):
+            raise ValueError(
+                "several devices cannot share the factors of layers that are one in the weights file: set "
+                f"tensor_parallel_size=1, or {_MERGE}"
+            )
+        place = layer.tp_rank * input_size_per_partition if by_inputs else 0
+        inputs = slice(place, place + input_size_per_partition)
+        layer.eckart_shares, layer.eckart_shapes, full = [], [], []
+        for number, (part, out) in enumerate(zip(self.parts, outs, strict=True)):
+            # Where devices outnumber the heads of keys and values, several have the same head.
+            same = getattr(layer, "num_kv_head_replicas", 1) if number else 1
+            place = layer.tp_rank // same * out if by_outputs else 0
+            share = Share(slice(place, place + out), inputs)
+            shapes = part.shapes(layer.tp_size // same * out if by_outputs else out, input_size)
+            layer.eckart_shares.append(share)
+            layer.eckart_shapes.append({name: share.cut(name, _shape(shape)).shape for name, shape in shapes.items()})
+            full.append(shapes)
+        for name in dict.fromkeys(name for shapes in full for name in shapes):
             sizes = [_numel(shapes.get(name)) for shapes in layer.eckart_shapes]
             dtype = {"places": torch.int32, "rows": torch.int64}.get(name, params_dtype)
             parameter = nn.Parameter(torch.empty(sum(sizes), dtype=dtype), requires_grad=False)
-            parameter.weight_loader = _Loader(name, sizes)  # type: ignore[attr-defined]
+            loader = _Loader(name, sizes, [shapes.get(name) for shapes in full], layer.eckart_shares)
+            parameter.weight_loader = loader  # type: ignore[attr-defined]
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Join the right factors into one matrix, split all other tensors by part, and convert pivots to factors."""
+        """Split all tensors by part, convert pivots to factors, and join the right factors into one matrix."""
         names = dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes)
         stored = {name: list(_split(layer, name)) for name in names}
         for name in stored:
             delattr(layer, name)
-        _register(layer, "right", torch.cat([right for right in stored.pop("right") if right is not None]))
-        for number, part in enumerate(self.parts):
-            tensors = {name: values[number] for name, values in stored.items() if values[number] is not None}
-            if part.pivoted:
-                others = tensors.pop("others")
-                identity = torch.eye(others.shape[1], dtype=others.dtype, device=others.device)
-                tensors["left"] = torch.cat([identity, others]).index_select(0, tensors.pop("places"))
+        rights = []
+        for number, share in enumerate(layer.eckart_shares):
+            loaded = {name: values[number] for name, values in stored.items()}
+            tensors = share.finish({name: values for name, values in loaded.items() if values is not None})
+            rights += [tensors.pop("right")] if "right" in tensors else []
             for name, values in tensors.items():
                 _register(layer, f"{name}_{number}", values)
+        _register(layer, "right", torch.cat(rights))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         components = linear(x, layer.right).split([part.rank for part in self.parts if part.rank is not None], -1)
@@ -111,6 +167,49 @@ class LowRankMethod(LinearMethodBase):
         return together if bias is None else together + bias
 
 
+class NarrowedMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Computes a dense layer that has other sizes than vLLM gives it.
+
+    Args:
+        name: name of the layer, for errors.
+        shapes: shape `[out, in]` of each of the linear layers that vLLM fused into the layer.
+    """
+
+    def __init__(self, name: str, shapes: list[list[int]]) -> None:
+        super().__init__()
+        self.name, self.shapes = name, shapes
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **loading: Any,
+    ) -> None:
+        """Give `layer` its true sizes, by which vLLM then makes and loads weight and bias, and allocate the weight."""
+        layer.input_size, outs = self.shapes[0][1], [out for out, _ in self.shapes]
+        layer.output_size = sum(outs)
+        layer.input_size_per_partition = self._share(layer.input_size, input_size // input_size_per_partition)
+        devices = output_size // sum(output_partition_sizes)
+        layer.output_partition_sizes = [self._share(out, devices) for out in outs]
+        layer.output_size_per_partition = sum(layer.output_partition_sizes)
+        if hasattr(layer, "output_sizes"):
+            layer.output_sizes = outs
+        sizes = (layer.input_size_per_partition, layer.output_partition_sizes, layer.input_size, layer.output_size)
+        super().create_weights(layer, *sizes, params_dtype, **loading)
+
+    def _share(self, size: int, devices: int) -> int:
+        if size % devices:
+            raise ValueError(
+                f"{self.name} has {size} neurons, which {devices} devices cannot share equally: set "
+                f"tensor_parallel_size to a divisor of {size}, or {_MERGE}"
+            )
+        return size // devices
+
+
 def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
     """Yield each part's tensor in the flat parameter `name`; None for a part without this tensor."""
     start = 0
@@ -126,34 +225,52 @@ def _register(layer: nn.Module, name: str, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Weight loader that copies each part's tensor to its place in a flat parameter.
+    """Weight loader that copies the device's share of each part's tensor to its place in a flat parameter.
 
     Attributes:
         name: name of the tensor in the weights file.
-        sizes: number of elements of each part.
+        sizes: number of elements of each part's share.
+        shapes: shape of each part's whole tensor; None for a part without this tensor.
+        shares: share of each part.
     """
 
     name: str
     sizes: list[int]
+    shapes: list[tuple[int, ...] | None]
+    shares: list[Share]
 
     def __call__(self, parameter: nn.Parameter, loaded: Tensor, shard: str | int | None = None) -> None:
         number = _QKV[shard] if isinstance(shard, str) else shard or 0
-        if loaded.numel() != self.sizes[number]:
-            raise ValueError(f"{self.name} has {loaded.numel()} numbers, and config.json says {self.sizes[number]}")
-        start = sum(self.sizes[:number])
-        parameter.data[start : start + loaded.numel()].copy_(loaded.reshape(-1))
+        shape = self.shapes[number]
+        if shape is None or loaded.numel() != _numel(shape):
+            raise ValueError(f"{self.name} has {loaded.numel()} numbers, and config.json says {_numel(shape)}")
+        start, size = sum(self.sizes[:number]), self.sizes[number]
+        share = self.shares[number].cut(self.name, loaded.reshape(shape))
+        parameter.data[start : start + size].copy_(share.reshape(-1))
 
 
 def _numel(shape: tuple[int, ...] | None) -> int:
     return 0 if shape is None else torch.Size(shape).numel()
 
 
+def _shape(shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of this shape without memory."""
+    return torch.empty(shape, device="meta")
+
+
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfig):
     """Storage of a compressed model's layers, read from its config.json (eckart/model/hf_format.py)."""
 
-    def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
+    def __init__(
+        self,
+        ranks: Mapping[str, int],
+        rows: Mapping[str, int],
+        pivoted: list[str],
+        narrowed: Mapping[str, list[int]],
+    ) -> None:
         super().__init__()
+        self.narrowed = dict(narrowed)
         self.parts = {name: Part(rank, rows.get(name, 0), name in pivoted) for name, rank in ranks.items()}
 
     @classmethod
@@ -162,7 +279,7 @@ class EckartConfig(QuantizationConfig):
             raise ValueError(f"vLLM does not run factorized products of queries and keys: {_MERGE}")
         if config.get("experts"):
             raise ValueError(f"vLLM does not run factorized experts: {_MERGE}")
-        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [])
+        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [], config.get("narrowed") or {})
 
     @classmethod
     def get_name(cls) -> str:
@@ -183,6 +300,7 @@ class EckartConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.parts = hf_to_vllm_mapper.apply_dict(self.parts)
+        self.narrowed = hf_to_vllm_mapper.apply_dict(self.narrowed)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         """Return the object that computes `layer`; None for layers that are not linear.
@@ -199,5 +317,7 @@ class EckartConfig(QuantizationConfig):
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(child, [child])]
+        if all(name in self.narrowed for name in names):
+            return NarrowedMethod(prefix, [self.narrowed[name] for name in names])
         parts = [self.parts.get(name, Part(None)) for name in names]
         return LowRankMethod(parts) if any(name in self.parts for name in names) else UnquantizedLinearMethod()

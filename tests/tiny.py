@@ -23,7 +23,7 @@ from eckart.calibration.losses import mean_loss_times_batch, token_loss
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
-from eckart.model.layers import LowRankLinear, factorize_target
+from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, replace, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import Target, find_targets, weight_of
 
@@ -180,6 +180,27 @@ def factorize_layer(model: PreTrainedModel, name: str, rank: int, rows: slice | 
     if rows and layer.rows is not None and layer.residual is not None:
         layer.rows, layer.residual = layer.rows[rows], nn.Parameter(layer.residual.detach()[rows])
     return layer
+
+
+def narrow(model: PreTrainedModel, widths: Sequence[int]) -> PreTrainedModel:
+    """Leave only the first neurons in the MLP of each layer of a GPT-2 or LLaMA, with the weights that they have.
+
+    Args:
+        widths: number of neurons for each layer; 0: all.
+    """
+    gpt2 = model.config.model_type == "gpt2"
+    place = "transformer.h.{}.mlp.{}" if gpt2 else "model.layers.{}.mlp.{}"
+    for number, width in enumerate(widths):
+        for child in (("c_fc", "c_proj") if gpt2 else ("gate_proj", "up_proj", "down_proj")) if width else ():
+            down, name = child in ("c_proj", "down_proj"), place.format(number, child)
+            layer = model.get_submodule(name)
+            weight = weight_of(layer)[:, :width] if down else weight_of(layer)[:width]
+            narrowed = narrowed_like(layer, *weight.shape)
+            set_weight(narrowed, weight)
+            if narrowed.bias is not None:
+                narrowed.bias.data.copy_(layer.get_parameter("bias").detach()[: len(narrowed.bias)])
+            replace(model, name, narrowed)
+    return model.eval()
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -242,17 +242,26 @@ class NarrowedLinear(nn.Linear):
     """A dense layer of a narrowed MLP: it has fewer outputs or inputs than the model's config says."""
 
 
-def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> NarrowedLinear:
-    """Return an uninitialized layer of another shape with the dtype, device and bias of a Linear or Conv1D."""
+class NarrowedConv1D(Conv1D):
+    """The same in place of a Conv1D, with whose transposed weight tools for GPT-2 reckon."""
+
+
+def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> NarrowedLinear | NarrowedConv1D:
+    """Return an uninitialized layer of another shape with the type, dtype, device and bias of a Linear or Conv1D."""
     like = module.get_parameter("weight")
+    layer: NarrowedLinear | NarrowedConv1D
     with torch.device("meta"):  # draws no random weights
-        layer = NarrowedLinear(in_features, out_features, bias=getattr(module, "bias", None) is not None)
+        if isinstance(module, Conv1D):
+            layer = NarrowedConv1D(out_features, in_features)
+        else:
+            layer = NarrowedLinear(in_features, out_features, bias=getattr(module, "bias", None) is not None)
     return layer.to_empty(device=like.device).to(like.dtype).train(module.training)
 
 
 def narrowed_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the shapes `[out, in]` of all layers of narrowed MLPs of `model` by name."""
-    return {name: list(shape_of(layer)) for name, layer in model.named_modules() if isinstance(layer, NarrowedLinear)}
+    kinds = (NarrowedLinear, NarrowedConv1D)
+    return {name: list(shape_of(layer)) for name, layer in model.named_modules() if isinstance(layer, kinds)}
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""Export a candidate as a dense checkpoint, as large as the original model, for tools that cannot load factors."""
+"""Export a candidate as a dense checkpoint for tools that cannot load factors.
+
+It is as large as the original model, unless all MLPs are narrowed and one number in the config is their width.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from transformers import AutoConfig, PreTrainedModel
 from eckart.calibration.losses import Batch
 from eckart.model.experts import fuse
 from eckart.model.hf_format import save
-from eckart.model.layers import factorized, merge
+from eckart.model.layers import factorized, merge, narrowed_shapes
 from eckart.model.module_context import eval_mode
+from eckart.model.plain_widths import restore_plain_widths
 from tasks.exporting.onnx import folder_of
 from tasks.models.model_io import UNLOADABLE, load, random_inputs
 from tasks.runtime.stage_runner import StageError, quiet
@@ -26,7 +30,7 @@ _ROWS, _TOKENS = 4, 16  # shape of the inputs for the comparison; fewer tokens i
 def to_plain(name: str, folder: Path) -> str:
     """Multiply out the factors of a candidate, and save the dense model with its tokenizer in `folder`.
 
-    The weights keep their dtype.
+    All narrowed MLPs get one width (eckart/model/plain_widths.py). The weights keep their dtype.
 
     Args:
         name: name of a candidate, or path of a Hugging Face folder.
@@ -53,13 +57,15 @@ def to_plain(name: str, folder: Path) -> str:
         model, tokenizer = load(source, family, torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{source} cannot be loaded: {error}") from error
-    if not (names := list(factorized(model))):
+    names, narrowed = list(factorized(model)), narrowed_shapes(model)
+    if not (names or narrowed):
         raise StageError(f"{source} is not factorized: it is already a plain folder")
     inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)
     fuse(model)
+    attribute = restore_plain_widths(model) if narrowed else None
     difference = _difference(expected, _outputs(model, inputs))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +76,13 @@ def to_plain(name: str, folder: Path) -> str:
             written.replace(folder)
     except OSError as error:
         raise StageError(f"{folder} cannot be written: {error}") from error
+    widths = ""
+    if narrowed:
+        width = f"{attribute} = {getattr(model.config, attribute)}" if attribute else "their former width"
+        widths = f" Its narrowed MLPs have {width}; those with fewer neurons are filled up with zeros."
     return (
-        f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer. Its "
-        f"outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
+        f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."
+        f"{widths} Its outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
     )
 
 

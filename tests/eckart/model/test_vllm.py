@@ -25,8 +25,17 @@ from eckart.model.layers import LowRankLinear, PivotedLinear
 from eckart.model.targets import find_targets
 from tests import tiny
 
-IN, OUTS = 7, (6, 4, 5)
+IN, OUTS = 8, (8, 4, 6)
 TEXT = [3, 4, 5, 6, 7]
+
+
+class Unquantized:
+    """Stand-in for the method of vLLM's dense layers."""
+
+    def create_weights(
+        self, layer: nn.Module, inputs: int, outputs: list[int], input_size: int, output_size: int, dtype: torch.dtype
+    ) -> None:
+        layer.register_parameter("weight", nn.Parameter(torch.empty(sum(outputs), inputs, dtype=dtype)))
 
 
 def stand_in() -> Iterator[ModuleType]:
@@ -36,7 +45,7 @@ def stand_in() -> Iterator[ModuleType]:
     for name in [*names, f"{layers}.quantization.base_config"]:
         module: Any = ModuleType(name)
         module.LinearBase = type("LinearBase", (nn.Module,), {})
-        module.LinearMethodBase = module.UnquantizedLinearMethod = type("Method", (), {})
+        module.LinearMethodBase, module.UnquantizedLinearMethod = type("Method", (), {}), Unquantized
         module.QuantizationConfig = type("Config", (), {"__init__": lambda self: None})
         module.register_quantization_config = lambda method: lambda config: config
         yield module
@@ -97,6 +106,53 @@ def test_a_fused_layer_computes_the_same_as_its_parts(plugin: Any, kind: str, sh
     torch.testing.assert_close(method.apply(layer, x, bias), wanted + bias)
 
 
+def on_device(plugin: Any, parts: list[nn.Module], inputs: int, outs: list[int], **sharing: int) -> Any:
+    """Return a function that computes what one device does: of each part these numbers of outputs, from its inputs.
+
+    Args:
+        inputs: number of inputs of the device.
+        sharing: attributes of vLLM's layers.
+    """
+    layer = nn.Module()
+    vars(layer).update(sharing)
+    method = plugin.LowRankMethod([as_part(plugin, part) for part in parts])
+    # vLLM counts the outputs of heads that several devices have as often as there are devices.
+    output_size = sum(outs) * (sharing["tp_size"] if inputs == IN else 1)
+    method.create_weights(layer, inputs, outs, IN, output_size, torch.float32)
+    for shard, part in enumerate(parts):
+        for name, values in part.state_dict().items():
+            parameter = layer.get_parameter(name)
+            parameter.weight_loader(parameter, values, shard)
+    method.process_weights_after_loading(layer)
+    return lambda x: method.apply(layer, x)
+
+
+@pytest.mark.parametrize("kind", ["factors", "rows", "pivoted", "mixed"])
+def test_devices_with_some_outputs_compute_the_same_together(plugin: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    parts, x = fused_parts()[kind], torch.randn(3, IN)
+    for devices, same in ((2, 1), (4, 2)):
+        outs = [OUTS[0] // devices, *(out * same // devices for out in OUTS[1:])]
+        sharing = {"tp_size": devices, "num_kv_head_replicas": same}
+        found = [on_device(plugin, parts, IN, outs, tp_rank=rank, **sharing)(x) for rank in range(devices)]
+        query, key, value = zip(*(y.split(outs, -1) for y in found), strict=True)
+        for part, pieces in zip(parts, (query, key[::same], value[::same]), strict=True):
+            torch.testing.assert_close(torch.cat(pieces, -1), part(x))
+        for pieces in (key, value):
+            assert all(torch.equal(pieces[rank], pieces[rank // same * same]) for rank in range(devices))
+
+
+@pytest.mark.parametrize("kind", ["factors", "rows", "pivoted"])
+def test_outputs_of_devices_with_some_inputs_add_up(plugin: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    part, x = fused_parts()[kind][2], torch.randn(3, IN)
+    found = [
+        on_device(plugin, [part], IN // 4, [OUTS[2]], tp_rank=rank, tp_size=4)(piece)
+        for rank, piece in enumerate(x.chunk(4, -1))
+    ]
+    torch.testing.assert_close(sum(found), part(x))
+
+
 def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     """So are GPT-2's query, key and value."""
     torch.manual_seed(0)
@@ -110,10 +166,42 @@ def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
+def narrowed(plugin: Any, name: str, layer: nn.Module, devices: int = 1) -> nn.Module:
+    """Return the layer `name` of a LLaMA, whose MLP of 96 neurons has 40, after vLLM has made it on one of `devices`.
+
+    `layer` has the attributes that vLLM's layers have before they ask for their weights.
+    """
+    config = {"ranks": {}, "narrowed": {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64], "mlp.down_proj": [64, 40]}}
+    read = plugin.EckartConfig.from_config(config)
+    read.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    method = read.get_quant_method(layer, f"mlp.{name}")
+    if name == "gate_up_proj":
+        layer.output_sizes = [96, 96]
+        method.create_weights(layer, 64, [96 // devices] * 2, 64, 192, torch.float32)
+    else:
+        method.create_weights(layer, 96 // devices, [64], 96, 64, torch.float32)
+    return layer
+
+
+@pytest.mark.skipif(bool(find_spec("vllm")), reason="vLLM's own layers need its distributed groups")
+def test_narrowed_layers_get_their_sizes(plugin: Any) -> None:
+    layer = sys.modules["vllm.model_executor.layers.linear"].LinearBase
+    for devices in (1, 4):
+        joined = narrowed(plugin, "gate_up_proj", layer(), devices)
+        assert (joined.input_size_per_partition, joined.input_size, joined.output_size) == (64, 64, 80)
+        assert (joined.output_sizes, joined.output_size_per_partition) == ([40, 40], 80 // devices)
+        assert joined.weight.shape == (80 // devices, 64)
+        down = narrowed(plugin, "down_proj", layer(), devices)
+        assert (down.input_size, down.output_size, down.output_partition_sizes) == (40, 64, [64])
+        assert down.weight.shape == (64, 40 // devices)
+    with pytest.raises(ValueError, match=r"gate_up_proj has 40 .*divisor of 40"):
+        narrowed(plugin, "gate_up_proj", layer(), 3)
+
+
 def test_unsupported_storage_is_an_error(plugin: Any) -> None:
     method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
-        method.create_weights(layer, IN, [6], IN, 12, torch.float32)
+        method.create_weights(layer, IN, [2, 2, 2], IN, 12, torch.float32)
     with pytest.raises(ValueError, match="export --dense"):
         plugin.EckartConfig.from_config({"ranks": {}, "heads": {"query": 2}})
     with pytest.raises(ValueError, match=r"experts.*--dense"):
@@ -139,7 +227,12 @@ def causal(family: str) -> PreTrainedModel:
 
 
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
-    """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest."""
+    """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest.
+
+    If narrowed, the MLPs have other widths, and the layers of attention stay dense.
+    """
+    if stored == "narrowed":
+        return tiny.narrow(model, (40, 70))
     for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
         if number % 3 != 1:
             tiny.factorize_layer(model, target.name, 3 + number % 4, slice(1, 3) if stored == "rows" else None)
@@ -159,7 +252,11 @@ def losses(model: PreTrainedModel) -> Tensor:
     not find_spec("vllm"), reason="vLLM is not installed; it needs an environment of its own: pip install vllm pytest"
 )
 @pytest.mark.parametrize(
-    ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
+    ("family", "stored"),
+    [
+        *(("llama", stored) for stored in ("factors", "pivoted", "rows", "narrowed")),
+        *(("gpt2", stored) for stored in ("factors", "narrowed")),
+    ],
 )
 def test_vllm_generates_as_transformers(family: str, stored: str, tmp_path: Path) -> None:
     from vllm import LLM, SamplingParams

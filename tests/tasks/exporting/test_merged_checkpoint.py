@@ -88,8 +88,33 @@ def test_a_product_of_queries_and_keys_is_merged() -> None:
     torch.testing.assert_close(logits(loaded), logits(small), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "widths", "changed"),
+    [
+        ("causal llama", (20, 20), {"intermediate_size": 20}),
+        ("causal llama", (12, 20), {"intermediate_size": 20}),
+        ("causal llama", (0, 20), {}),
+        ("gpt2", (20, 12), {}),  # the width is in no number of its config, but follows from another
+    ],
+)
+def test_narrowed_mlps_get_one_width(family: str, widths: tuple[int, ...], changed: dict[str, int]) -> None:
+    dense, small = FAMILIES[family](), tiny.narrow(FAMILIES[family](), widths)
+    write(small, "small")
+    to_plain("small", Path("plain"))
+    assert {"quantization_config", "transformers_weights"}.isdisjoint(json.loads(Path("plain/config.json").read_text()))
+    loaded = type(small).from_pretrained("plain")
+    before, after = (
+        {name: value for name, value in model.config.to_dict().items() if type(value) is int}
+        for model in (dense, loaded)
+    )
+    assert after == {**before, **changed}
+    torch.testing.assert_close(logits(loaded), logits(small), rtol=1e-4, atol=1e-4)
+
+
 def test_transformers_alone_loads_it() -> None:
-    write(compress(tiny.causal_llama(), "factors"), "small")
+    small = tiny.narrow(tiny.causal_llama(), (16, 20))
+    tiny.factorize_layer(small, "model.layers.0.self_attn.q_proj", 3)
+    write(small, "small")
     to_plain("small", Path("plain"))
     code = (
         "import sys; from transformers import AutoModelForCausalLM; "
