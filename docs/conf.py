@@ -28,7 +28,7 @@ suppress_warnings = ["misc.highlighting_failure"]  # code with … for what is t
 # somewhere; those of other packages would have to be looked up on the network.
 default_role = "py:obj"
 nitpicky = True
-nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!eckart).*")]
+nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!eckart).*"), ("py:class", r"eckart\.model\.experts\.Module")]
 
 autodoc_default_options = {"exclude-members": "model_config"}
 autodoc_inherit_docstrings = False

@@ -80,7 +80,8 @@ class CompressedTarget:
         rank: rank of the factors; None if the layer stays dense.
         parameters: (before, after), without biases.
         predicted_loss: ½ Σ S_k² over the weighted singular values S_k that were cut, in the unit that
-            `Report.loss_unit` names. None if the rank search predicts no loss.
+            `Report.loss_unit` names. None if the rank search predicts no loss. An MLP that loses neurons has its loss
+            at its last layer.
         no_rank: whether the layer stays dense at any keep, because no rank makes it smaller.
     """
 
@@ -89,6 +90,11 @@ class CompressedTarget:
     parameters: tuple[int, int]
     predicted_loss: float | None
     no_rank: bool
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether the layer is smaller because its MLP lost neurons."""
+        return self.rank is None and self.parameters[1] < self.parameters[0]
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class Report:
 
     def __str__(self) -> str:
         before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
-        dense = [target for target in self.targets.values() if target.rank is None]
+        narrowed = [target for target in self.targets.values() if target.narrowed]
+        dense = [target for target in self.targets.values() if target.rank is None and not target.narrowed]
         unshrinkable = sum(target.no_rank for target in dense)
         ranks = sorted(self.ranks.values())
         lines = [
@@ -145,7 +152,9 @@ class Report:
             ("MACs", f"{_change(self.macs)} an example"),
             (
                 "targets",
-                f"{len(self.targets)}: {len(ranks)} factorized, {len(dense)} left dense"
+                f"{len(self.targets)}: {len(ranks)} factorized, "
+                + f"{len(narrowed)} with fewer neurons, " * bool(narrowed)
+                + f"{len(dense)} left dense"
                 + (f" ({unshrinkable} because no rank makes them smaller)" if unshrinkable else ""),
             ),
         ]

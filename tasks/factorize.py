@@ -18,8 +18,8 @@ from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
 from eckart.residual import Residual
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, load_decision, source_model
-from tasks.artifacts.task_spec import SPLITS, load_task
+from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, WRITTEN, load_decision, source_model
+from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, load_task
 from tasks.config.schema import Count, Labels, Model, Seed, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
@@ -64,7 +64,8 @@ def factorize(recipe: str, keep: str) -> None:
         data = encoded("calibration", tokenizer)
         calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
     if parts.sequential and parts.sequential.refine:
-        inputs = (source, IMPORTANCE, RANKS / name, SPLITS / "calibration.parquet", SPLITS / "task.json")
+        texts = (SPLITS / "calibration.parquet", SPLITS / CALIBRATION_TEXTS, WRITTEN, SPLITS / "task.json")
+        inputs = (source, IMPORTANCE, RANKS / name, *texts)
         settings = {
             **parts.model_dump(mode="json"),
             "size": size,

@@ -173,7 +173,7 @@ def _report(decision: Decision, chosen: ChosenRanks) -> None:
             f"{shaped.empty_rows} rows are empty"
         )
     share = decision.parameters_after / decision.parameters_before
-    narrowed = sum(1 + len(width.up) for width in decision.widths.values())
+    narrowed = len(decision.narrowed)
     dense = sum(rank is None for rank in decision.ranks.values()) - narrowed
     say(
         f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense"

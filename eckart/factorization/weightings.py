@@ -98,7 +98,7 @@ class ByScores(_Weighting):
 class ActivationScaling(_Weighting):
     """Weighting: minimize the error W − Ŵ, each column weighted by the mean magnitude of its input (ASVD).
 
-    R = diag(s)^α with s_j the mean of |x_j| over tokens. ASVD (Yuan et al. 2023) takes α = 0.5.
+    R = diag(s)^α, with s_j the mean over tokens of the magnitude of input j. ASVD (Yuan et al. 2023) takes α = 0.5.
     """
 
     loss_unit = "half the squared error of the weights, weighted by the magnitudes of inputs"

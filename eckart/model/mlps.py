@@ -89,6 +89,7 @@ def _plain(target: Target) -> bool:
     return (
         not (isinstance(target, Product | Tied) or target.repeated or target.looks_up or target.of_vocabulary)
         and target.sampled
+        and not target.routed_by  # what an expert reads depends on the router
     )
 
 

@@ -117,7 +117,8 @@ class Calibrated(Filling):
             found.append((divergence, label, ranks))
         least, label, ranks = min(found, key=lambda candidate: candidate[0])
         measure = "KL divergence" if problem.objective.classes else "squared error"
-        return ranks, f"{measure} {least:.4g} at {label}, {found[0][0]:.4g} at {found[0][1]}; {len(found)} candidates"
+        plain = "" if label == found[0][1] else f", {found[0][0]:.4g} at {found[0][1]}"
+        return ranks, f"{measure} {least:.4g} at {label}{plain}; {len(found)} candidates"
 
     def _candidates(
         self, problem: SearchProblem, spectra: Spectra, scales: Mapping[str, float]

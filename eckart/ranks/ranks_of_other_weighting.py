@@ -19,6 +19,7 @@ from pydantic import Field
 from eckart.factorization.weightings import Inputs, Weighting
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.ranks.uniform import Uniform
+from eckart.ranks.waterfill import Waterfill
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class Borrowed(Method):
         for part in (self.weighting, self.ranks):
             for path, mistake in part.contradictions(lender):
                 yield path if path.startswith(("shaping", "storage")) else f"ranks.{path}", mistake
+        if isinstance(self.ranks, Waterfill) and self.ranks.narrow:
+            yield "ranks.ranks", "has narrow, but borrowed takes ranks only, and no widths; write narrow: false"
 
     def search(self, problem: SearchProblem) -> SearchResult:
         before = {name: value.clone() for name, value in problem.model.state_dict().items()}
         result = self.ranks.search(replace(problem, weighting=self.weighting))
         if result.changed:
             problem.model.load_state_dict(before)
-        return SearchResult(result.ranks, problem.spectra())
+        return SearchResult(result.ranks, problem.spectra(), remark=result.remark)

@@ -65,6 +65,11 @@ class Decision(Result):
     as_shaped: bool
     """Whether only shaping has changed the model in SHAPED, so that its score shows the effect of shaping."""
 
+    @property
+    def narrowed(self) -> frozenset[str]:
+        """Names of the targets that lose neurons: they are smaller, but have no rank."""
+        return frozenset(name for down, width in self.widths.items() for name in (*width.up, down))
+
 
 def source_model(name: str, original: Path) -> Path:
     """Return the folder of the model that is factorized for candidate `name`: SHAPED if it exists, else `original`."""

@@ -161,7 +161,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _repeated("data.splits", list(given.values()))
         if sum(share for name, share in data.shares if name not in given) >= 1:
             yield "data.shares: leave nothing for train; write shares whose sum is below 1"
-        yield from _calibration_mistakes(data, typed["evaluate"].texts if typed["evaluate"] else {})
+        scored = typed["evaluate"].texts if typed["evaluate"] else {}
+        yield from _calibration_mistakes(data, scored)
+        yield from _seen_texts(data, scored)
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
@@ -301,6 +303,14 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
         for own, same in scored.items():
             if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
                 yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
+
+
+def _seen_texts(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
+    """Yield a line for each of evaluate.texts that is the training split itself."""
+    train = os.path.normpath(data.source), data.config, data.splits.train
+    for name, text in scored.items():
+        if (os.path.normpath(text.source), text.config, text.split) == train:
+            yield f"evaluate.texts.{name}: is what candidates are trained and calibrated with; write another text"
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

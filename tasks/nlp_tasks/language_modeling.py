@@ -269,7 +269,7 @@ def _documents(rows: Sequence[str], tokenizer: Tokenizer, separator: str) -> Ite
     """
     if separator not in tokenizer.get_vocab():
         raise StageError(
-            f"the tokenizer has no token {separator}, which data.separator or a separator in evaluate.texts names: "
+            f"the tokenizer has no token {separator}, which data.separator, or the separator of another text, names: "
             f"write one of its special tokens ({', '.join(tokenizer.all_special_tokens)}), or white space"
         )
     end = np.array([tokenizer.convert_tokens_to_ids(separator)])

@@ -73,7 +73,10 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
         if after.rank is not None:
             beside = f" and {counted(after.rows, 'sparse row')}" if after.rows else ""
             kept = f"rank {after.rank}{beside}, {percent(share)} of its parameters"
-        text = "" if not shows_ranks else "D" if after.rank is None else str(after.rank)
+        elif target.name in candidate.decision.narrowed:
+            kept = f"loses neurons, {percent(share)} of its parameters left"
+        without = "N" if target.name in candidate.decision.narrowed else "D"
+        text = "" if not shows_ranks else without if after.rank is None else str(after.rank)
         return Cell(share, text, f"{target.name}: {kept}", target in firsts)
 
     maps: dict[str, dict[str, list[Cell]]] = {}

@@ -76,6 +76,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         unscored=any(candidate.factorized is None for candidate in results.candidates),
         heat_maps=heat_maps(results),
         columns=columns(results),
+        narrows=any(candidate.decision.widths for candidate in results.candidates),
         provenance=provenance(results),
         recipes=recipes_yaml(results, results.recipes),
         script=Markup(script),

@@ -32,6 +32,7 @@ def provenance(results: Results) -> dict[str, str]:
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "
         f"examples, the same for every model; {cut(data)}.",
+        **calibration(data),
         "Base model": base(model) + dtype,
         "Original model": original,
         **({"Trainings": f"All {ways}."} if ways else {}),
@@ -46,7 +47,7 @@ def provenance(results: Results) -> dict[str, str]:
     }
 
 
-def source(data: schema.Data) -> str:
+def source(data: schema.Data | schema.Text) -> str:
     """Return the name of the data set, with its configuration and revision."""
     return " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
 
@@ -57,17 +58,27 @@ def base(model: schema.Model) -> str:
 
 
 def cut(data: schema.Data) -> str:
-    """Describe how long the text of an example is and, for a language model, how it is scored and calibrated."""
+    """Describe how long the text of an example is and, for a language model, how it is scored."""
     if not task_class(data.task).running_text:
         return f"texts are cut to {data.max_length} tokens"
-    scored = (
+    return (
         f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that every token is scored "
         f"once, after at least {data.max_length - data.stride} others"
         if data.stride
         else f"each a block of {data.max_length} tokens of the text, scored without overlap"
     )
-    drawn = "; calibration blocks begin at random tokens of the training text" if data.calibration_blocks else ""
-    return scored + drawn
+
+
+def calibration(data: schema.Data) -> dict[str, str]:
+    """Describe the text that a language model is calibrated with: topic → sentence; empty for other tasks."""
+    if not task_class(data.task).running_text:
+        return {}
+    begins = ", which begin at random tokens" if data.calibration_blocks else ""
+    parts = {f"of the training text{begins}": data.sizes.calibration}
+    parts |= {f"of {name} ({source(text)})": text.examples for name, text in data.calibration_texts.items()}
+    parts["that the original model wrote"] = data.written.examples
+    blocks = "; ".join(f"{amount:,} {of}" for of, amount in parts.items() if amount)
+    return {"Calibration": f"At most these blocks of {data.max_length} tokens: {blocks}."}
 
 
 def recipes_yaml(results: Results, names: Iterable[str]) -> str:

@@ -106,6 +106,19 @@ def test_the_report_fits_a_screen_and_says_what_comes_next() -> None:
     assert "left dense" in str(eckart.compress(tiny.bert(), BATCHES, 1.0, "svd").report)
 
 
+def test_the_report_tells_layers_that_lose_neurons_from_dense_ones() -> None:
+    ranks = {"kind": "waterfill", "narrow": True, "multiple": 1}
+    small, report = eckart.compress(tiny.bert(), BATCHES, 0.9, {"weighting": "kfac", "ranks": ranks})
+    names = [name for name, target in report.targets.items() if target.narrowed]
+    assert names
+    for name in names:
+        weight = small.get_submodule(name).get_parameter("weight")
+        assert weight.shape != report.targets[name].shape
+        assert weight.numel() == report.targets[name].parameters[1]
+    dense = sum(target.parameters[0] == target.parameters[1] for target in report.targets.values())
+    assert f"{len(names)} with fewer neurons, {dense} left dense" in str(report)
+
+
 def test_progress_bars_are_those_of_transformers(capfd: pytest.CaptureFixture[str]) -> None:
     eckart.compress(tiny.bert(), BATCHES, 0.5, "anchored")
     out, err = capfd.readouterr()

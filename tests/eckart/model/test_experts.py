@@ -20,6 +20,7 @@ from eckart.calibration.statistics import collect
 from eckart.model import hf_format
 from eckart.model.experts import fuse, is_fused, unfuse, unfused, unfused_experts
 from eckart.model.macs import macs
+from eckart.model.mlps import find_mlps
 from eckart.model.targets import Target, Targets, find_targets, weight_of
 from tests import tiny
 
@@ -94,6 +95,14 @@ def test_a_copy_that_is_taken_apart_shares_memory_and_leaves_the_model_alone():
     assert {tensor.untyped_storage().data_ptr() for tensor in same.parameters()} == tensors
     dense = tiny.llama()
     assert unfused(dense) is dense
+
+
+def test_an_expert_is_no_mlp_to_narrow():
+    """Its layers have the shapes of one, but what it reads depends on the router."""
+    model, found = taken_apart("NemotronH")
+    mlps = find_mlps(model, found.targets, padded(2))
+    assert len(mlps) == 1
+    assert "shared_experts" in mlps[0].down
 
 
 def test_compiled_code_sends_all_tokens_to_all_experts(monkeypatch):

@@ -354,6 +354,15 @@ def test_a_text_to_score_on_is_none_to_calibrate_with() -> None:
     only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.b")
 
 
+def test_a_text_to_score_on_is_not_what_candidates_are_trained_on() -> None:
+    data = data_of("language_modeling", source="data/raw/wiki", splits={"train": "old", "test": "new"})
+    texts = {
+        "seen": {"source": "./data/raw/wiki", "split": "old"},
+        "other": {"source": "data/raw/wiki", "split": "odd"},
+    }
+    only(tiny(data=data, evaluate={"texts": texts}), "evaluate.texts.seen")
+
+
 def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:
     params = tiny(evaluate={"texts": {"news": {"source": "news"}}})
     only(params, "evaluate.texts")
@@ -468,6 +477,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     (
         {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform", "by": "share"}}},
         "ranks.weighting",
+    ),
+    (
+        {"ranks": {"kind": "borrowed", "weighting": "inputs", "ranks": {"kind": "waterfill", "narrow": True}}},
+        "ranks.ranks",
     ),
     ({"storage": "pivoted", "ranks": "ars"}, "storage"),
     ({"storage": "pivoted", "residual": "losparse"}, "storage"),

@@ -301,6 +301,7 @@ class TestStages:
         )
         assert len(encoded("calibration", tokenizer())) == 1
         assert "lower is better" in Path("reports/comparison.html").read_text()
+        assert "tokens: 1 of the training text." in Path("reports/comparison.html").read_text()
         dense = json.loads(Path("reports/dense.json").read_text())["continuations"]
         small = reports["kfac"]["continuations"]
         assert [sample["beginning"] for sample in dense] == [sample["beginning"] for sample in small]

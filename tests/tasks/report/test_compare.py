@@ -486,6 +486,20 @@ def test_heat_map_has_shares_of_the_recovered_model_by_hand(workspace: Path) -> 
     assert columns.kinds == ("query", "value", "query")
 
 
+def test_heat_map_marks_layers_that_lose_neurons(workspace: Path) -> None:
+    names = ["h.0.query", "h.0.up", "h.0.down"]
+    make_study(["kfac"], [0.5], names)
+    width = {"up": ["h.0.up"], "neurons": 6, "group": 1, "loss": 0.2}
+    edit("models/ranks/kfac-0.5/ranks.json", ranks=dict.fromkeys(names), widths={"h.0.down": width})
+    sizes = {name: {"rank": None, "rows": 0, "parameters": 60, "loss_alone": None} for name in names[1:]}
+    path = "reports/evaluate/kfac-0.5.json"
+    edit(path, targets=json.loads(Path(path).read_text())["targets"] | sizes)
+    compare.compare()
+    cells = heatmap.heat_maps(results.load_results())["0.5"]["kfac"]
+    assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("N", 0.6), ("N", 0.6)]
+    assert "N one that loses neurons" in page()
+
+
 def trained_study() -> None:
     """One recipe with two measures at both keeps, one that shapes and then searches at one keep, one by formula."""
     make_study(["svd", "ars", "both"], [0.5, 0.25], bert_like(1))
