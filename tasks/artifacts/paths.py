@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from eckart.model.mlps import Width
+from eckart.model.widths import Width
 from tasks.artifacts.results_schema import Result, Runtime
 
 IMPORTANCE = Path("data/importance")

@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    return f"{factor:.2f}{_GAP}×" if factor < 1000 else f"{score(factor)}{_GAP}×"
+    return f"{factor:.2f}{_GAP}×" if factor <= 1000 else f"{score(factor)}{_GAP}×"
 
 
 def times_between(low: float, high: float) -> str:

@@ -120,6 +120,7 @@ def test_the_report_tells_layers_that_lose_neurons_from_dense_ones() -> None:
 
 
 def test_progress_bars_are_those_of_transformers(capfd: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()  # stages that ran in this process have disabled them
     eckart.compress(tiny.bert(), BATCHES, 0.5, "anchored")
     out, err = capfd.readouterr()
     assert not out
