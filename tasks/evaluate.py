@@ -16,18 +16,9 @@ from eckart.model.layers import factorized, residual_rows
 from eckart.model.targets import Target, Targets
 from eckart.ranks.budget import allowance
 from eckart.recipe_parts import Source
+from tasks.artifacts.decision import Decision, load_decision
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import (
-    EVALUATIONS,
-    FACTORIZED,
-    FINETUNED,
-    RANKS,
-    SHAPED,
-    TARGETS,
-    Decision,
-    load_decision,
-    source_model,
-)
+from tasks.artifacts.paths import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, TARGETS, source_model
 from tasks.artifacts.results_schema import Evaluation, TargetSize
 from tasks.config.schema import Model, section
 from tasks.data.loading import batches

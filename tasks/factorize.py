@@ -17,8 +17,9 @@ from eckart.model.layers import factorized
 from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
 from eckart.residual import Residual
+from tasks.artifacts.decision import load_decision
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, WRITTEN, load_decision, source_model
+from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, WRITTEN, source_model
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, load_task
 from tasks.config.schema import Count, Labels, Model, Seed, section
 from tasks.data.loading import batches, encoded

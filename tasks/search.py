@@ -30,8 +30,9 @@ from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
+from tasks.artifacts.decision import Decision
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS, Decision
+from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS
 from tasks.artifacts.task_spec import Split, load_task
 from tasks.config.schema import Clip, Count, Edges, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded

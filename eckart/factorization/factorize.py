@@ -53,8 +53,8 @@ from eckart.factorization.refinement import (
 )
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
+from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, Tied, weight_of
-from eckart.model.widths import Widths
 from eckart.progress import Progress, silent
 
 if TYPE_CHECKING:  # a rank search factorizes, too

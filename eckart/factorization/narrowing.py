@@ -18,8 +18,8 @@ from eckart.factorization.error_compensation import anchored
 from eckart.factorization.neuron_selection import fitted, order_neurons
 from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.layers import narrowed_like, present, replace, set_weight
+from eckart.model.mlps import Widths
 from eckart.model.targets import Target, weight_of
-from eckart.model.widths import Widths
 
 
 class Narrowing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, row_of
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Product, Target, Tied
-from eckart.model.widths import Widths
 
 
 class Mlp(BaseModel):
@@ -123,6 +122,28 @@ class _Test:
 def _second(values: Tensor) -> Tensor:
     """Return the part of `values` `(…, features)` that belongs to the second copy of the example."""
     return values[len(values) // 2 :]
+
+
+class Width(BaseModel):
+    """Width to which an MLP is narrowed.
+
+    Attributes:
+        up: names of the targets that compute the neurons.
+        neurons: number of neurons that stay.
+        group: number of neurons that a round of the selection took (eckart/factorization/neuron_selection.py).
+        loss: predicted loss.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    up: tuple[str, ...]
+    neurons: int
+    group: int
+    loss: float
+
+
+Widths = Mapping[str, Width]
+"""Name of the down target of each MLP that is narrowed → its width."""
 
 
 def narrowed(targets: Sequence[Target], widths: Widths) -> tuple[Target, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from eckart.calibration.statistics import Statistics
-from eckart.model.mlps import narrowed
+from eckart.model.mlps import Widths, narrowed
 from eckart.model.targets import Storage, Target
-from eckart.model.widths import Widths
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, Ranks, allowance, stored, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult, losses_of_components

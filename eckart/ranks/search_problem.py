@@ -15,8 +15,8 @@ from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition, spectrum
 from eckart.factorization.weightings import Weighting, weigh
+from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, weight_of
-from eckart.model.widths import Widths
 from eckart.progress import Progress, silent
 from eckart.ranks.budget import Ranks
 from eckart.recipe_parts import Method

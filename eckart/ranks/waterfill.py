@@ -46,9 +46,8 @@ from torch import Tensor
 
 from eckart.factorization.neuron_selection import order_neurons
 from eckart.factorization.weightings import weigh
-from eckart.model.mlps import Mlp, find_mlps
+from eckart.model.mlps import Mlp, Width, find_mlps
 from eckart.model.targets import Target, weight_of
-from eckart.model.widths import Width
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
 from eckart.recipe_parts import Contradiction, Method, RecipeParts

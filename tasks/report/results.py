@@ -14,19 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.model.census import Census
 from eckart.model.targets import Target, Targets
+from tasks.artifacts.decision import Decision, decision_file
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
-from tasks.artifacts.paths import (
-    CONTROL_EXPORT,
-    CURVES,
-    EVALUATIONS,
-    EXPORTS,
-    SEARCH_CURVES,
-    TARGETS,
-    Decision,
-    decision_file,
-    exported_name,
-)
+from tasks.artifacts.paths import CONTROL_EXPORT, CURVES, EVALUATIONS, EXPORTS, SEARCH_CURVES, TARGETS, exported_name
 from tasks.artifacts.results_schema import (
     BENCHMARKS,
     CONTROL_CURVE,

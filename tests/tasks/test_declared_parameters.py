@@ -14,7 +14,8 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForSequenceClassification
 
 import eckart
-from tasks.artifacts.paths import FACTORIZED, load_decision
+from tasks.artifacts.decision import load_decision
+from tasks.artifacts.paths import FACTORIZED
 from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches, encoded
 from tasks.evaluate import EvaluationParts

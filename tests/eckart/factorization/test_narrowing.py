@@ -15,9 +15,8 @@ from eckart.factorization.narrowing import Narrowing
 from eckart.factorization.neuron_selection import fitted, order_neurons
 from eckart.factorization.weightings import ErrorNorm, Inputs
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
-from eckart.model.mlps import find_mlps
+from eckart.model.mlps import Width, find_mlps
 from eckart.model.targets import find_targets
-from eckart.model.widths import Width
 from eckart.recipe import Recipe, complete, contradictions
 from tests import tiny
 
