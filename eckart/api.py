@@ -305,7 +305,7 @@ def compress(
         clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
             (0.1, 10) for language models. None: no limits.
         edges: share of an example's tokens at each end whose gradients do not count; LEMS: 0.125.
-        seed: seed of rank searches that draw random numbers, and of refinement.
+        seed: seed of rank searches that draw random numbers.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
     Returns:
@@ -474,7 +474,6 @@ def _compress_in_place(
             batches=batches,
             progress=problem.progress,
             widths=chosen.widths,
-            seed=problem.seed,
             loss=problem.objective.loss,
         )
         if recipe.storage == "pivoted":

@@ -21,7 +21,7 @@ from tasks.artifacts.decision import load_decision
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, WRITTEN, source_model
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, load_task
-from tasks.config.schema import Count, Labels, Model, Seed, section
+from tasks.config.schema import Count, Labels, Model, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of
@@ -52,7 +52,7 @@ def factorize(recipe: str, keep: str) -> None:
     If the recipe refines, each refined block is stored until the end, so that a stage that was killed goes on.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
-    kind, size, seed = kind_of(load_task()), section("importance.batch_size", Count), section("seed", Seed)
+    kind, size = kind_of(load_task()), section("importance.batch_size", Count)
     labels = section("importance.labels", Labels)
     calibration: Iterable[Batch] = ()
     device_map = section("model", Model).device_map if parts.sequential else None
@@ -67,13 +67,7 @@ def factorize(recipe: str, keep: str) -> None:
     if parts.sequential and parts.sequential.refine:
         texts = (SPLITS / "calibration.parquet", SPLITS / CALIBRATION_TEXTS, WRITTEN, SPLITS / "task.json")
         inputs = (source, IMPORTANCE, RANKS / name, *texts)
-        settings = {
-            **parts.model_dump(mode="json"),
-            "size": size,
-            "labels": labels,
-            "seed": seed,
-            "device_map": device_map,
-        }
+        settings = {**parts.model_dump(mode="json"), "size": size, "labels": labels, "device_map": device_map}
         store = RefinedBlocks(name, inputs, settings)
     decision = load_decision(name)
     with explained():
@@ -87,7 +81,6 @@ def factorize(recipe: str, keep: str) -> None:
             batches=calibration,
             residual=parts.residual is not None,
             widths=decision.widths,
-            seed=seed,
             store=store,
             loss=kind.objective(labels).calibration_loss,
         )

@@ -89,7 +89,6 @@ def factorize_model(
     residual: bool = False,
     progress: Progress = silent,
     widths: Widths | None = None,
-    seed: int = 0,
     store: BlockStore = NO_STORE,
     loss: Loss = mean_loss_times_batch,
 ) -> list[RefinedBlock]:
@@ -101,7 +100,6 @@ def factorize_model(
         residual: as in `factorize_at_once`; ignored with `in_order`.
         progress: shows how far the factorization has come.
         widths: MLPs to narrow; their targets have no rank.
-        seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
 
@@ -120,7 +118,6 @@ def factorize_model(
             in_order,
             progress,
             narrowing=narrowing,
-            seed=seed,
             store=store,
             loss=loss,
         )
@@ -186,7 +183,6 @@ def factorize_in_order(
     progress: Progress = silent,
     *,
     narrowing: Narrowing | None = None,
-    seed: int = 0,
     store: BlockStore = NO_STORE,
     loss: Loss = mean_loss_times_batch,
 ) -> list[RefinedBlock]:
@@ -207,7 +203,6 @@ def factorize_in_order(
         progress: shows how far the factorization has come, in groups of targets with the same input and, with
             refinement, blocks.
         narrowing: narrows MLPs; their targets have no rank. None: no MLP.
-        seed: seed of the refinement.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
 
@@ -254,7 +249,7 @@ def factorize_in_order(
             if isinstance(step, Block):
                 assert order.refine
                 calls, moment = forward.end_block(step.name), moments.get(step.name)
-                refined.append(refine(model, step, calls, order.refine, seed, moment))
+                refined.append(refine(model, step, calls, order.refine, moment))
                 del calls  # frees their memory
                 store.save(refined[-1], changed(model, step, since))
                 since = []

@@ -75,6 +75,7 @@ class Refine(BaseModel):
     held_out: float = Field(
         0.125, gt=0, lt=1, description="share of the examples that choose the pass whose parameters a block keeps"
     )
+    seed: int = Field(0, ge=0, description="seed of the order of the examples")
 
 
 class RefinedBlock(BaseModel):
@@ -190,14 +191,12 @@ def refine(
     block: Block,
     calls: Sequence[BlockCall],
     settings: Refine,
-    seed: int,
     moment: Tensor | None = None,
 ) -> RefinedBlock:
     """Train the parameters of `block` of `model` on `calls`, and return its held-out errors.
 
     Args:
         calls: the block's calls for at least two batches, some of which are held out.
-        seed: seed of the order of examples.
         moment: mean squares `(out,)` of the loss's gradient by the block's outputs, for the error `gradients`.
     """
     parts = [_Part(call, block.mask, settings.error == "relative", moment) for call in calls]
@@ -209,7 +208,7 @@ def refine(
     result = RefinedBlock(name=block.name, before=before, after=before, passes=0)
     if not before:
         return result  # nothing has changed the block and its inputs
-    plan = _plan(learned, settings, torch.Generator().manual_seed(seed))
+    plan = _plan(learned, settings, torch.Generator().manual_seed(settings.seed))
     level = sum(part.energy for part in learned) / sum(part.tokens for part in learned)
     total, best = sum(map(len, plan)), dict[str, Tensor]()
     for number, of_pass in enumerate(plan, 1):

@@ -66,7 +66,7 @@ def refined(
     order = InOrder(anchor=anchor, ridge=0.1, refine=settings)
     weighting = INPUTS if statistics is None else Kfac()
     return factorize_in_order(
-        model, targets, chosen, weighting, statistics or {}, batches, order, seed=3, store=store or BlockStore()
+        model, targets, chosen, weighting, statistics or {}, batches, order, store=store or BlockStore()
     )
 
 
@@ -129,7 +129,7 @@ def test_a_linear_block_learns_the_least_squares_solution():
     model[0][0].weight.data.copy_(start)
     calls = [BlockCall((x,), {}, wanted, {"x": x})] * 2
     settings = Refine(passes=200, learning_rate=0.2, held_out=0.5)
-    result = refine(model, Block("0", None), calls, settings, seed=0)
+    result = refine(model, Block("0", None), calls, settings)
     flat, outputs = x.flatten(0, 1), wanted.flatten(0, 1)
     best = torch.linalg.lstsq(flat, outputs).solution
     least = float((flat @ best - outputs).square().sum() / outputs.square().sum())
