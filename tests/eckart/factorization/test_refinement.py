@@ -166,7 +166,7 @@ def test_other_errors_weigh_tokens_and_outputs(kind):
     read = wanted + noise * sizes
     calls = [BlockCall((read,), {}, wanted, {"x": read})] * 2
     settings = Refine(passes=1, learning_rate=1e-9, held_out=0.5, error=kind)
-    result = refine(model, Block("0", None), calls, settings, 0, moment if kind == "gradients" else None)
+    result = refine(model, Block("0", None), calls, settings, moment if kind == "gradients" else None)
     lost, whole = (read - wanted).square(), wanted.square()
     expected = (lost.sum(-1) / whole.sum(-1)).mean()
     if kind == "gradients":
