@@ -140,7 +140,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     printed = (workspace.parent / "said").read_text()
     assert first.name in printed
     assert "at capacity" not in printed  # while the second waited
-    assert str(said(first)).startswith("11 cached, 3 executed")
+    assert str(said(first)).startswith("12 cached, 3 executed")
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == [promoting]

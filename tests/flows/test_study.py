@@ -59,7 +59,7 @@ def runs(root: Path) -> dict[str, list[Run]]:
 
 class TestAfterTheFirstRun:
     def test_lines_of_stages_then_the_table_and_where_to_look_next_are_printed(self, study: Study) -> None:
-        for text in ("finetune@kfac-0.5' - step 2/2  loss", "kfac-0.5", "reports/comparison.html", "18 executed"):
+        for text in ("finetune@kfac-0.5' - step 2/2  loss", "kfac-0.5", "reports/comparison.html", "19 executed"):
             assert text in study.said
         assert not (study.root / "reports/search/svd-0.5.jsonl").read_text()
         assert ".jsonl" not in study.said  # in a warning of DVC about that empty curve

@@ -158,7 +158,7 @@ def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
         end(workspace, stage, BARE | places)
         hold.unlink()
     done = flows(workspace, "run")
-    assert "13 cached, 1 executed" in done.output
+    assert "14 cached, 1 executed" in done.output
     begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
     ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(KILLED, 1)
@@ -205,7 +205,7 @@ class TestAfterAFinishedRun:
         shutil.rmtree(workspace / "models/factorized")
         (workspace / "reports/comparison.csv").unlink()
         output = flows(workspace, "run").output
-        for count in ("12 cached", "1 executed", "1 restored"):
+        for count in ("13 cached", "1 executed", "1 restored"):
             assert count in output
         assert files["model.safetensors"] in " ".join(record.getMessage() for record in caplog.records)
         assert weights.read_bytes() == whole
