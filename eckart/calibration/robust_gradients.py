@@ -18,6 +18,7 @@ As in that code, inputs are not touched: the layer must compute the first and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,8 @@ class RobustGradients:
     edges: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not (len(self.clip) == 2 and 0 <= self.clip[0] <= 1 <= self.clip[1]):
+        pair = self.clip if isinstance(self.clip, Sequence) and len(self.clip) == 2 else (1, 0)
+        if self.clip is not None and not 0 <= pair[0] <= 1 <= pair[1]:
             raise ValueError(f"clip={self.clip}: give two numbers, one in [0, 1] and one of 1 or more, as in (0.1, 10)")
         if not 0 <= self.edges <= 0.4:
             raise ValueError(f"edges={self.edges}: give a share in [0, 0.4], such as 0.125")

@@ -119,7 +119,8 @@ class Waterfill(Filling, ByFormula):
         ranks = {
             target.name: states[target.name].choice if target.name in states else None for target in problem.targets
         }
-        return SearchResult(ranks, spectra, widths=widths)
+        remark = "" if mlps else "narrow: no MLP was found whose neurons can be left out"
+        return SearchResult(ranks, spectra, remark=remark, widths=widths)
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if self.narrow:

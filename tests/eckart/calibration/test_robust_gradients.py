@@ -116,7 +116,8 @@ def test_a_classifier_that_reads_the_first_token_has_gradients_at_an_edge_only()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name"), [({"clip": (2, 10)}, "clip"), ({"clip": (0.1, 0.5)}, "clip"), ({"edges": 0.5}, "edges")]
+    ("wrong", "name"),
+    [({"clip": (2, 10)}, "clip"), ({"clip": (0.1, 0.5)}, "clip"), ({"clip": 0.1}, "clip"), ({"edges": 0.5}, "edges")],
 )
 def test_settings_outside_their_range_are_an_error(wrong, name):
     with pytest.raises(ValueError, match=rf"^{name}="):

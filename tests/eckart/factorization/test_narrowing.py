@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import eckart
+from eckart.calibration.head_loss import objective_of
 from eckart.calibration.statistics import collect
 from eckart.factorization.error_compensation import anchored
 from eckart.factorization.narrowing import Narrowing
@@ -17,6 +18,8 @@ from eckart.factorization.weightings import ErrorNorm, Inputs
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
 from eckart.model.mlps import Width, find_mlps
 from eckart.model.targets import find_targets
+from eckart.ranks.search_problem import SearchProblem
+from eckart.ranks.waterfill import Waterfill
 from eckart.recipe import Recipe, complete, contradictions
 from tests import tiny
 
@@ -165,3 +168,23 @@ def test_contradictions_say_what_to_write() -> None:
     recipe = Recipe.model_validate(complete(NARROW | {"residual": "sparse_rows", "recovery": "mixed_rank"}))
     found = [message for part, message in contradictions(recipe) if part == "ranks"]
     assert len(found) == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_search_that_finds_no_mlp_says_so() -> None:
+    model, batch = drawn("bert")
+    targets = tuple(target for target in find_targets(model, batch).targets if "attention" in target.name)
+    statistics = collect(model, [batch], targets, ["inputs"])
+    problem = SearchProblem(
+        model=model,
+        targets=targets,
+        keep=0.5,
+        seed=0,
+        objective=objective_of(model, [batch], "the test"),
+        weighting=Inputs(),
+        statistics=statistics,
+        train=lambda *_, **__: None,
+        calibration=lambda examples, skip=0: [batch],
+    )
+    assert "no MLP" in Waterfill(narrow=True).search(problem).remark
+    assert not Waterfill().search(problem).remark
