@@ -257,16 +257,25 @@ def factorize_in_order(
             current = {**statistics, **forward.advance_to(step)}
             if dense:
                 dense.keep(step)
-            if order.anchor:
-                whole = [target for target in step if target.name not in narrowing.widths]
-                anchor_targets(model, whole, current, order.anchor, order.ridge)
-            for target in step:
-                if target.name in narrowing.down_of:
-                    corrected = current if order.anchor else None
-                    narrowing.narrow(target.name, corrected, order.anchor, order.ridge)
+            _correct_and_narrow(model, step, current, order, narrowing)
             factorize_at_once(model, step, ranks, weighting, current)
             since += step
     return refined
+
+
+def _correct_and_narrow(
+    model: PreTrainedModel, group: Sequence[Target], current: Statistics, order: InOrder, narrowing: Narrowing
+) -> None:
+    """Anchor the targets `group`, if the recipe asks for it, and narrow those that belong to narrowed MLPs.
+
+    A down layer that is narrowed has other inputs than in the original model, so it is corrected while it is narrowed.
+    """
+    if order.anchor:
+        whole = [target for target in group if target.name not in narrowing.widths]
+        anchor_targets(model, whole, current, order.anchor, order.ridge)
+    for target in group:
+        if target.name in narrowing.down_of:
+            narrowing.narrow(target.name, current if order.anchor else None, order.anchor, order.ridge)
 
 
 def _by_input(targets: Iterable[Target]) -> list[list[Target]]:

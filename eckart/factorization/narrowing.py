@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.error_compensation import anchored
-from eckart.factorization.neuron_selection import fitted, order_neurons
+from eckart.factorization.neuron_selection import fitted
 from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.layers import narrowed_like, present, replace, set_weight
 from eckart.model.mlps import Widths
@@ -28,7 +27,7 @@ class Narrowing:
     Args:
         targets: all targets of the model.
         widths: the MLPs to narrow.
-        weighting: weighting of the recipe, by which neurons are chosen.
+        weighting: weighting of the recipe, by which down layers are fitted.
         statistics: calibration statistics of the original model.
     """
 
@@ -45,17 +44,6 @@ class Narrowing:
         self.targets = {target.name: target for target in targets}
         self.down_of = {name: down for down, width in widths.items() for name in (*width.up, down)}
         """Name of each layer of the MLPs to narrow → name of the MLP's down layer."""
-        self._neurons: dict[str, Tensor] = {}
-        self._fitted: dict[str, Tensor] = {}
-
-    def neurons(self, down: str) -> Tensor:
-        """Return the neurons that stay in an MLP, in ascending order; its down layer must not be narrowed yet."""
-        if down not in self._neurons:
-            width, weight = self.widths[down], weight_of(present(self.model, down))
-            norm = weigh(self.weighting, self.targets[down], self.statistics)
-            neurons = order_neurons(weight, norm, width.group).kept(width.neurons)
-            self._neurons[down], self._fitted[down] = neurons, fitted(weight, norm.right, neurons)
-        return self._neurons[down]
 
     def narrow(self, name: str, current: Statistics | None = None, anchor: float = 0.0, ridge: float = 0.0) -> None:
         """Replace the layer `name` of an MLP by one that only has the neurons that stay.
@@ -68,14 +56,15 @@ class Narrowing:
             ValueError: a device map has offloaded a layer, or a statistic that the weighting reads is missing.
         """
         down, module = self.down_of[name], present(self.model, name)
-        neurons, weight = self.neurons(down), weight_of(module)
+        weight = weight_of(module)
+        neurons = torch.tensor(self.widths[down].kept, device=weight.device)
         if name != down:
             smaller = weight[neurons]
-        elif current is None:
-            smaller = self._fitted[down]
         else:
-            inputs, dense_inputs = (current[kind][name] for kind in ("inputs", "dense_inputs"))
-            smaller = anchored(weight, inputs, dense_inputs, anchor, ridge, start=self._fitted[down])
+            smaller = fitted(weight, weigh(self.weighting, self.targets[down], self.statistics).right, neurons)
+            if current is not None:
+                inputs, dense_inputs = (current[kind][name] for kind in ("inputs", "dense_inputs"))
+                smaller = anchored(weight, inputs, dense_inputs, anchor, ridge, start=smaller)
         layer = narrowed_like(module, *smaller.shape)
         set_weight(layer, smaller)
         if layer.bias is not None:

@@ -129,17 +129,20 @@ class Width(BaseModel):
 
     Attributes:
         up: names of the targets that compute the neurons.
-        neurons: number of neurons that stay.
-        group: number of neurons that a round of the selection took (eckart/factorization/neuron_selection.py).
+        kept: the neurons that stay, ascending.
         loss: predicted loss.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     up: tuple[str, ...]
-    neurons: int
-    group: int
+    kept: tuple[int, ...]
     loss: float
+
+    @property
+    def neurons(self) -> int:
+        """Number of neurons that stay."""
+        return len(self.kept)
 
 
 Widths = Mapping[str, Width]

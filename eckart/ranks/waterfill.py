@@ -44,7 +44,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eckart.factorization.neuron_selection import order_neurons
+from eckart.factorization.neuron_selection import NeuronOrder, order_neurons
 from eckart.factorization.weightings import weigh
 from eckart.model.mlps import Mlp, Width, find_mlps
 from eckart.model.targets import Target, weight_of
@@ -105,14 +105,15 @@ class Waterfill(Filling, ByFormula):
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
         spectra = problem.spectra()
         budget, states = ranked_allowance(problem.targets, problem.keep), self._states(problem.targets, spectra)
-        narrowings = {mlp: self._narrowing(problem, mlp) for mlp in problem.progress(mlps, "Orders of neurons", "MLP")}
+        orders = {mlp: self._order(problem, mlp) for mlp in problem.progress(mlps, "Orders of neurons", "MLP")}
+        narrowings = {mlp: _narrowing(problem, mlp, order) for mlp, order in orders.items()}
         chosen = _better_narrow(states, narrowings, budget)
         for mlp in chosen:
             for name in (*mlp.up, mlp.down):
                 del states[name]
         _spend([*states.values(), *chosen.values()], budget)
         widths = {
-            mlp.down: Width(up=mlp.up, neurons=state.choice, group=self._group(mlp), loss=state.losses[state.position])
+            mlp.down: Width(up=mlp.up, kept=orders[mlp].kept(state.choice), loss=state.losses[state.position])
             for mlp, state in chosen.items()
             if state.choice is not None
         }
@@ -130,20 +131,21 @@ class Waterfill(Filling, ByFormula):
             if recipe.recovery.kind == "mixed_rank":
                 yield "ranks", "narrow does not go with mixed_rank, which needs the dense weights; write narrow: false"
 
-    def _narrowing(self, problem: SearchProblem, mlp: Mlp) -> _State:
-        """Return the state of an MLP that gets a width: its choices are numbers of neurons."""
-        members = {target.name: target for target in problem.targets}
-        down, up = members[mlp.down], [members[name] for name in mlp.up]
+    def _order(self, problem: SearchProblem, mlp: Mlp) -> NeuronOrder:
+        """Return the order of the neurons of an MLP, in some 48 widths that are multiples of `multiple`."""
+        down = next(target for target in problem.targets if target.name == mlp.down)
         weight = weight_of(problem.model.get_submodule(mlp.down))
-        order = order_neurons(weight, weigh(problem.weighting, down, problem.statistics), self._group(mlp))
-        price = sum(target.in_features for target in up) + down.out_features  # of a neuron
-        widths = order.widths[1:]
-        costs, losses = [price * width for width in widths], order.losses[1:]
-        return _State([*widths[:-1], None], costs, losses, _vertices(costs, losses))
+        step = self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
+        return order_neurons(weight, weigh(problem.weighting, down, problem.statistics), step)
 
-    def _group(self, mlp: Mlp) -> int:
-        """Return the step of widths: a multiple of `multiple`, in some 48 steps."""
-        return self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
+
+def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> _State:
+    """Return the state of an MLP that gets a width: its choices are numbers of neurons."""
+    members = {target.name: target for target in problem.targets}
+    price = sum(members[name].in_features for name in mlp.up) + members[mlp.down].out_features  # of a neuron
+    widths, losses = order.widths[1:], order.losses[1:]
+    costs = [price * width for width in widths]
+    return _State([*widths[:-1], None], costs, losses, _vertices(costs, losses))
 
 
 def _spend(states: Sequence[_State], budget: int) -> None:

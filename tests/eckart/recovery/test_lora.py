@@ -19,6 +19,7 @@ from tasks.models.model_io import load, save
 from tasks.training.checkpoints import SECONDS
 from tasks.training.loop import train
 from tests import tiny
+from tests.killing import Kill, Killed
 
 CLASSES = tiny.collate(tiny.samples(5))
 TEXT = {**CLASSES, "labels": CLASSES["input_ids"]}
@@ -128,16 +129,6 @@ def test_bfloat16_weights_are_trained_through_their_rounding() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-class Killed(Exception):
-    pass
-
-
-class Kill(Rule):
-    def after_update(self, step: int) -> None:
-        if step == 1:
-            raise Killed
-
-
 def test_a_killed_training_goes_on_to_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,9 +138,9 @@ def test_a_killed_training_goes_on_to_the_same_bytes(
     monkeypatch.setenv(SECONDS, "0")
     whole = weights(Rule())
     with pytest.raises(Killed):
-        weights(Kill())
+        weights(Kill(1))
     monkeypatch.setattr(Kill, "after_update", Rule.after_update)
-    resumed = weights(Kill())
+    resumed = weights(Kill(1))
     assert "goes on from step" in capsys.readouterr().out
     assert all(torch.equal(resumed[name], values) for name, values in whole.items())
 

@@ -25,26 +25,12 @@ from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
 from tasks.training.checkpoints import SECONDS
 from tasks.training.loop import train
+from tests.killing import Kill, Killed
 from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 STEPS = 4
 RECIPES = eckart.recipes()
 CURVE = Path("curve.jsonl")
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(Rule):
-    """Die after a step, if one is given."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def after_update(self, step: int) -> None:
-        if step == self.step:
-            raise Killed
 
 
 def factorized(model: Any, targets: tuple[Target, ...], residual: bool) -> dict[str, torch.Tensor]:

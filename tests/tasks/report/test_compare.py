@@ -489,7 +489,7 @@ def test_heat_map_has_shares_of_the_recovered_model_by_hand(workspace: Path) -> 
 def test_heat_map_marks_layers_that_lose_neurons(workspace: Path) -> None:
     names = ["h.0.query", "h.0.up", "h.0.down"]
     make_study(["kfac"], [0.5], names)
-    width = {"up": ["h.0.up"], "neurons": 6, "group": 1, "loss": 0.2}
+    width = {"up": ["h.0.up"], "kept": [0, 1, 2, 3, 4, 5], "loss": 0.2}
     edit("models/ranks/kfac-0.5/ranks.json", ranks=dict.fromkeys(names), widths={"h.0.down": width})
     sizes = {name: {"rank": None, "rows": 0, "parameters": 60, "loss_alone": None} for name in names[1:]}
     path = "reports/evaluate/kfac-0.5.json"

@@ -28,6 +28,7 @@ from tasks.runtime.stage_runner import StageError
 from tasks.training.checkpoints import SECONDS
 from tasks.training.loop import train
 from tests import tiny
+from tests.killing import Kill, Killed
 from tests.workspace import bert, collate, rows
 
 STEPS = 3
@@ -118,19 +119,6 @@ def test_padded_examples_weigh_as_in_the_whole_batch() -> None:
         trained.append(dict(model.state_dict()))
     for name, values in trained[0].items():
         torch.testing.assert_close(trained[1][name], values, rtol=1e-6, atol=1e-7)
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(Rule):
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def after_update(self, step: int) -> None:
-        if step == self.step:
-            raise Killed
 
 
 def test_adafactor_keeps_a_row_and_a_column_and_resumes(
