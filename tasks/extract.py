@@ -20,7 +20,7 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
-    texts = {name: load_text(name, text) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
+    texts = {name: load_text(name, text, params) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
     calibration_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tasks.artifacts.errors import StageError
-from tasks.config.schema import Columns, Data, Splits, Text
-from tasks.data.reading import load_source
+from tasks.config.schema import Data, Text
+from tasks.data.reading import load_source, source_of
 from tasks.data.splitting import split_source
 
 
@@ -32,8 +32,5 @@ def _training_rows(text: Text, params: Data) -> list[str]:
     They are chosen as those of data.source are. So no candidate is calibrated with a passage that it is scored on, even
     if the text is the study's own.
     """
-    splits = Splits(train=text.split, validation=None, test=None)
-    columns = Columns(text=text.column, text_pair=None, label=None)
-    place = {"source": text.source, "config": text.config, "revision": text.revision}
-    study = params.model_copy(update={**place, "splits": splits, "columns": columns})
+    study = source_of(text, params)
     return list(split_source(load_source(study), study)["train"]["text"])

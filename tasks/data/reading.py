@@ -52,22 +52,22 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
 
 
-def load_text(name: str, text: Text) -> list[str]:
+def source_of(text: Text, params: Data) -> Data:
+    """Return the settings with which `text` is read like the source of `params`, with its rows as the split train."""
+    place = {"source": text.source, "config": text.config, "revision": text.revision}
+    splits = Splits(train=text.split, validation=None, test=None)
+    columns = Columns(text=text.column, text_pair=None, label=None)
+    return params.model_copy(update={**place, "splits": splits, "columns": columns})
+
+
+def load_text(name: str, text: Text, params: Data) -> list[str]:
     """Load the rows of the text `name` of evaluate.texts.
 
     Raises:
         StageError: the source cannot be read, or lacks the split or the column.
     """
-    params = Data(
-        source=text.source,
-        config=text.config,
-        revision=text.revision,
-        splits=Splits(train=text.split),
-        columns=Columns(text=text.column, label=None),
-        task="language_modeling",
-    )
     try:
-        return list(load_source(params)["train"]["text"])
+        return list(load_source(source_of(text, params))["train"]["text"])
     except StageError as error:
         raise StageError(f"evaluate.texts.{name}: {error}") from error
 
