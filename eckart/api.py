@@ -37,6 +37,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
@@ -212,7 +213,7 @@ def compress(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     keep: float | None = None,
-    recipe: str | Recipe | Mapping[str, Any] = ...,
+    recipe: str | Recipe | Mapping[str, Any] | None = ...,
     *,
     largest_drop: float | None = ...,
     score: Score | None = ...,
@@ -234,7 +235,7 @@ def compress(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     keep: Sequence[float],
-    recipe: str | Recipe | Mapping[str, Any] = ...,
+    recipe: str | Recipe | Mapping[str, Any] | None = ...,
     *,
     include: str | Sequence[str] = ...,
     exclude: str | Sequence[str] = ...,
@@ -253,7 +254,7 @@ def compress(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     keep: float | Sequence[float] | None = None,
-    recipe: str | Recipe | Mapping[str, Any] = "anchored",
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
     *,
     largest_drop: float | None = None,
     score: Score | None = None,
@@ -291,7 +292,8 @@ def compress(
             inputs are made from the labels.
         keep: share of the target layers' parameters to keep, in (0, 1]; 0.33 by default. Several keeps, such as
             `[0.5, 0.33]`, share one set of calibration statistics, and give the models that single calls would give.
-        recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run.
+        recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run. By
+            default `narrowed` for a model with a causal language modeling head, and `anchored` for any other.
         largest_drop: give this instead of `keep` to find the smallest keep, to a hundredth, at which `score` falls by
             no more than this number. The search is a bisection, so it assumes that a smaller keep lowers the score.
         score: function that measures a model (in eval mode) on held-out data, not the test data; higher is better.
@@ -320,7 +322,7 @@ def compress(
     _check_model(model)
     model = unfused(model) if experts else model
     keeps = _keeps(keep, largest_drop, score)
-    valid_recipe = _recipe(recipe)
+    valid_recipe = _recipe(_default_recipe(model) if recipe is None else recipe)
     robust = RobustGradients(clip, edges)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
@@ -585,6 +587,10 @@ def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, sco
 def _check_number(name: str, number: Any) -> None:
     if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
         raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
+
+
+def _default_recipe(model: PreTrainedModel) -> str:
+    return "narrowed" if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "anchored"
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

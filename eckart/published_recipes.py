@@ -74,6 +74,16 @@ PUBLISHED: Mapping[str, Published] = {
         None,
         {"weighting": "kfac", "ranks": "waterfill", "sequential": {"anchor": 0.5}},
     ),
+    "narrowed": Published(
+        "anchored and pivoted; MLPs may lose neurons: the default for language models (ours)",
+        None,
+        {
+            "weighting": "kfac",
+            "ranks": {"kind": "waterfill", "narrow": True},
+            "storage": "pivoted",
+            "sequential": {"anchor": 0.5},
+        },
+    ),
     "ars": Published(
         "ARS (Gao et al., NAACL 2024)",
         "https://aclanthology.org/2024.naacl-long.13/",

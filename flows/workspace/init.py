@@ -170,7 +170,7 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
     elif changes:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
-        changes["promotion"] = {"model": name}
+        changes["promotion"] = {"model": name, **changes.get("promotion", {})}
     before = flatten(present)
     new = {path: value for path, value in flatten(changes).items() if not (again and value == before.get(path))}
     if new:

@@ -22,6 +22,9 @@ from tasks.runtime.stage_runner import StageError
 
 _SAMPLE = 1000  # number of examples to count the tokens of
 _SHARE = 0.95  # share of the examples that must fit into max_length
+_BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
+_AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
+_UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text that no statistic has seen
 
 
 def of_data(
@@ -58,7 +61,16 @@ def of_data(
             "metric": task_class(kind).metrics[0],
         }
     }
-    if not task_class(kind).running_text:  # else sizes count blocks, and drops are perplexity
+    if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
+        changes["data"] |= {"sizes": {"calibration": _BLOCKS}, "written": {"examples": _BLOCKS}}
+        changes["data"]["calibration_blocks"] = "random"
+        changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
+        changes["importance"] = {"batch_size": _AT_ONCE}
+        changes["trainer"] = {"micro_batch": _AT_ONCE}
+        changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": _UNSEEN}
+        changes["export"] = {"recipes": ["narrowed"]}
+        changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
+    else:
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     section = sections(read())["data"]

@@ -117,6 +117,8 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     found = told("data/raw/long.csv")
     assert found["data"]["task"] == "language_modeling"
     assert found["data"]["columns"]["label"] is None
+    assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
+    assert found["evaluate"]["texts"]
 
 
 @pytest.mark.parametrize("given", [{"text": "body"}, {"label": "stars"}, {}])
