@@ -22,7 +22,8 @@ In memory are the training of one block and its inputs and outputs in both model
 training computes in the model's dtype, from a copy of the parameters in float32 or better.
 
 Not refined are blocks that run several times (ALBERT) or share parameters with other parts of the model, and targets
-outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions.
+outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions. So do
+routers (choice), because which experts a token gets has no gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
 from eckart.model.module_context import frozen
-from eckart.model.targets import Product, Target
+from eckart.model.targets import Product, Target, in_router
 
 if TYPE_CHECKING:
     from eckart.ranks.budget import Ranks  # the ranks import this package
@@ -263,10 +264,11 @@ class _Training:
             if isinstance(module, nn.Embedding)
             for parameter in module.parameters()
         }
+        modules = {name for name, _ in block.named_modules()}
         self.stored = {
             name: parameter
             for name, parameter in block.named_parameters()
-            if parameter.is_floating_point() and parameter not in tables
+            if parameter.is_floating_point() and parameter not in tables and not in_router(name, modules)
         }
         self.trained = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).requires_grad_()
