@@ -11,9 +11,10 @@ error of earlier blocks.
 
 Source: AA-SVD (arXiv 2604.02119), block-level local refinement. From its official code: AdamW at 1e-4 with weight decay
 0.01, a warm-up over a tenth of the steps, then a cosine to a tenth, gradients clipped at norm 1.
-Departs from the paper: some batches are held out of the training. The block keeps the parameters of the pass with the
-smallest error on them, or stays as it was, so that the held-out error never rises. The error is in units of the wanted
-outputs, Σ ‖f − f*‖² ÷ Σ ‖f*‖². A block starts from anchored factors (eckart/factorization/error_compensation.py).
+Departs from the paper: steps take the examples in an order drawn anew for each pass, and some batches are held out of
+the training. The block keeps the parameters of the pass with the smallest error on them, or stays as it was, so that
+the held-out error never rises. The error is in units of the wanted outputs, Σ ‖f − f*‖² ÷ Σ ‖f*‖². A block starts from
+anchored factors (eckart/factorization/error_compensation.py).
 Two other errors can be chosen (ours). In language models a few tokens have outputs a thousand times as large as all
 others, which the next block normalizes. So ``relative`` divides each token's ‖f − f*‖² by its ‖f*‖². And ``gradients``
 weighs each output's error by the mean square g² of the loss's gradient by this output, Σ gᵢ² (f − f*)ᵢ².
@@ -67,7 +68,7 @@ class Refine(BaseModel):
 
     passes: int = Field(5, ge=1, description="passes over the calibration examples for each block; AA-SVD takes 25")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
-    batch_size: int = Field(8, ge=1, description="examples in each step")
+    batch_size: int = Field(8, ge=1, description="examples in each step; AA-SVD takes 32")
     error: ErrorKind = Field(
         "squared",
         description="error of a block's outputs. squared: as in AA-SVD; relative: each token's in units of its own "
