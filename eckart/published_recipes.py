@@ -47,7 +47,10 @@ PUBLISHED: Mapping[str, Published] = {
     "aa_svd_refined": Published(
         "AA-SVD (2026), at uniform ranks",
         "https://arxiv.org/abs/2604.02119",
-        {"weighting": "inputs", "sequential": {"anchor": 1.0, "ridge": 1e-9, "refine": {"passes": 25}}},
+        {
+            "weighting": "inputs",
+            "sequential": {"anchor": 1.0, "ridge": 1e-9, "refine": {"passes": 25, "batch_size": 32}},
+        },
     ),
     "zs_svd": Published(
         "ZS-SVD, one shot (ICML 2026)",

@@ -11,9 +11,10 @@ error of earlier blocks.
 
 Source: AA-SVD (arXiv 2604.02119), block-level local refinement. From its official code: AdamW at 1e-4 with weight decay
 0.01, a warm-up over a tenth of the steps, then a cosine to a tenth, gradients clipped at norm 1.
-Departs from the paper: some batches are held out of the training. The block keeps the parameters of the pass with the
-smallest error on them, or stays as it was, so that the held-out error never rises. The error is in units of the wanted
-outputs, Σ ‖f − f*‖² ÷ Σ ‖f*‖². A block starts from anchored factors (eckart/factorization/error_compensation.py).
+Departs from the paper: steps take the examples in an order drawn anew for each pass, and some batches are held out of
+the training. The block keeps the parameters of the pass with the smallest error on them, or stays as it was, so that
+the held-out error never rises. The error is in units of the wanted outputs, Σ ‖f − f*‖² ÷ Σ ‖f*‖². A block starts from
+anchored factors (eckart/factorization/error_compensation.py).
 Two other errors can be chosen (ours). In language models a few tokens have outputs a thousand times as large as all
 others, which the next block normalizes. So ``relative`` divides each token's ‖f − f*‖² by its ‖f*‖². And ``gradients``
 weighs each output's error by the mean square g² of the loss's gradient by this output, Σ gᵢ² (f − f*)ᵢ².
@@ -22,7 +23,8 @@ In memory are the training of one block and its inputs and outputs in both model
 training computes in the model's dtype, from a copy of the parameters in float32 or better.
 
 Not refined are blocks that run several times (ALBERT) or share parameters with other parts of the model, and targets
-outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions.
+outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions. So do
+routers (choice), because which experts a token gets has no gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
 from eckart.model.module_context import frozen
-from eckart.model.targets import Product, Target
+from eckart.model.targets import Product, Target, in_router
 
 if TYPE_CHECKING:
     from eckart.ranks.budget import Ranks  # the ranks import this package
@@ -66,7 +68,7 @@ class Refine(BaseModel):
 
     passes: int = Field(5, ge=1, description="passes over the calibration examples for each block; AA-SVD takes 25")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
-    batch_size: int = Field(8, ge=1, description="examples in each step")
+    batch_size: int = Field(8, ge=1, description="examples in each step; AA-SVD takes 32")
     error: ErrorKind = Field(
         "squared",
         description="error of a block's outputs. squared: as in AA-SVD; relative: each token's in units of its own "
@@ -263,10 +265,11 @@ class _Training:
             if isinstance(module, nn.Embedding)
             for parameter in module.parameters()
         }
+        modules = {name for name, _ in block.named_modules()}
         self.stored = {
             name: parameter
             for name, parameter in block.named_parameters()
-            if parameter.is_floating_point() and parameter not in tables
+            if parameter.is_floating_point() and parameter not in tables and not in_router(name, modules)
         }
         self.trained = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).requires_grad_()

@@ -346,7 +346,7 @@ def _static_reasons(
     owners, modules = _weight_owners(model), {name for name, _ in model.named_modules()}
     reasons = {
         name: _unwanted(name, include, exclude)
-        or _router(name, modules)
+        or ("belongs to a router" if in_router(name, modules) else None)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
         for name, module in layers.items()
@@ -362,15 +362,17 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
     return None
 
 
-def _router(name: str, modules: Collection[str]) -> str | None:
-    """Return why a layer of a router is no target: a module that holds it is called so, or is a gate beside experts.
+def in_router(name: str, modules: Collection[str]) -> bool:
+    """Whether a layer or parameter belongs to a router: a module that holds it is called so, or a gate beside experts.
 
     A small error in a router's scores sends tokens to other experts, and its weights are few.
+
+    Args:
+        modules: names of all modules.
     """
     parts = name.split(".")
     beside = (".".join([*parts[:place], "experts"]) for place, part in enumerate(parts) if part == "gate")
-    is_router = "router" in parts or any(experts in modules for experts in beside)
-    return "belongs to a router" if is_router else None
+    return "router" in parts or any(experts in modules for experts in beside)
 
 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:

@@ -185,6 +185,8 @@ def _better_narrow(states: Mapping[str, _State], narrowings: Mapping[Mlp, _State
 
     slopes = [slope for state in (*states.values(), *narrowings.values()) if (slope := state.best(budget)[0]) > 0]
     low, high = 0.0, 2 * max(slopes, default=0.0)
+    while better(high)[0] > budget:  # the smallest width may cost more than rank 1 of the layers, and save much loss
+        low, high = high, 2 * high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if better(middle)[0] <= budget else (middle, high)

@@ -20,7 +20,7 @@ from eckart.model.mlps import Width, find_mlps
 from eckart.model.targets import find_targets
 from eckart.ranks.search_problem import SearchProblem
 from eckart.ranks.waterfill import Waterfill
-from eckart.recipe import Recipe, complete, contradictions
+from eckart.recipe import Recipe, complete, contradictions, merge
 from tests import tiny
 
 NARROW = {"weighting": "kfac", "ranks": {"kind": "waterfill", "narrow": True, "multiple": 2}}
@@ -162,6 +162,21 @@ def test_narrowing_never_predicts_more_loss() -> None:
         assert losses[0] is not None
         assert losses[1] is not None
         assert losses[0] <= losses[1] * 1.01
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_smallest_width_is_not_taken_where_only_rank_1_is_paid_for() -> None:
+    """Four neurons do nearly all, so the smallest width, 4, saves much more than rank 1, but costs more."""
+    model, batch = drawn("causal")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.weight[4:] *= 1e-4
+            layer.mlp.down_proj.weight *= 100
+    targets = find_targets(model, batch).targets
+    least = sum(target.step for target in targets) / sum(target.parameters for target in targets)
+    recipe = merge(NARROW, {"ranks": {"multiple": 4}})
+    report = eckart.compress(model, [batch], least, recipe, check=False).report
+    assert set(report.ranks.values()) == {1}
 
 
 def test_contradictions_say_what_to_write() -> None:

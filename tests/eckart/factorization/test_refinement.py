@@ -17,6 +17,7 @@ from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.factorization.refinement import Block, BlockStore, Refine, RefinedBlock, gradient_moments, refine
 from eckart.factorization.weightings import Inputs, Kfac
 from eckart.model.attention_products import find_products
+from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target, find_targets
@@ -220,6 +221,17 @@ def test_blocks_that_run_several_times_are_left_out():
     model, targets, batches, loss = case("albert")
     statistics = collect(model, batches, targets, Kfac().statistics, loss)
     assert refined(model, targets, batches, statistics=statistics) == []
+
+
+def test_routers_stay_as_they_are():
+    (model, _), batch = tiny.mixtral(), tiny.following(tiny.text(16))
+    unfuse(model)
+    targets, gates = find_targets(model, batch).targets, [layer.mlp.gate.weight.clone() for layer in model.model.layers]
+    statistics, settings = collect(model, [batch], targets, ["inputs"]), Refine(passes=2, batch_size=4, held_out=0.25)
+    order, ranks = InOrder(anchor=0.0, refine=settings), {target.name: 2 for target in targets}
+    blocks = factorize_in_order(model, targets, ranks, INPUTS, statistics, [batch], order)
+    assert all(block.passes for block in blocks)
+    assert all(torch.equal(layer.mlp.gate.weight, gate) for layer, gate in zip(model.model.layers, gates, strict=True))
 
 
 def test_no_part_of_a_frozen_model_fills_a_cache():
