@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ import eckart
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.statistics import StatisticKind, collect
 from eckart.factorization.error_compensation import anchored
-from eckart.factorization.factorize import factorize_model
+from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.narrowing import Narrowing
 from eckart.factorization.neuron_selection import fitted, order_neurons
 from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
 from eckart.model.layers import NarrowedLinear, merge, narrowed_shapes
 from eckart.model.mlps import Width, find_mlps
@@ -228,6 +230,41 @@ def test_copies_in_layers_of_low_rank_take_a_width_and_ranks() -> None:
     pivot(model)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_refinement_goes_on_from_a_block_with_width_and_ranks() -> None:
+    model, batch = drawn("causal")
+    targets = find_targets(model, batch).targets
+    problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
+    up = tuple(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj"))
+    widths = {"model.layers.0.mlp.down_proj": Width(up=up, kept=(0, 2, 3, 5, 8, 13), loss=0.0)}
+    saved: list[Any] = []
+
+    class Store(BlockStore):
+        def load(self) -> list[Any]:
+            return saved[:1]
+
+        def save(self, block: RefinedBlock, tensors: Mapping[str, Tensor]) -> None:
+            saved.append((block, {name: values.clone() for name, values in tensors.items()}))
+
+    def refined() -> Any:
+        small = deepcopy(model)
+        factorize_model(
+            small,
+            targets,
+            {target.name: 2 for target in targets},
+            Inputs(),
+            problem.statistics,
+            in_order=InOrder(refine=Refine(passes=1, batch_size=1)),
+            batches=[batch],
+            widths=widths,
+            store=Store(),
+        )
+        return small
+
+    first, resumed = refined(), refined()
+    assert resumed.model.layers[0].mlp.down_proj.shape == (16, 6)
+    assert all(torch.equal(values, resumed.state_dict()[name]) for name, values in first.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
