@@ -21,7 +21,8 @@ from eckart.factorization.neuron_selection import fitted, order_neurons
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
-from eckart.model.layers import NarrowedLinear, merge, narrowed_shapes
+from eckart.model.layers import NarrowedLinear, narrowed_shapes
+from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
 from eckart.model.plain_widths import restore_plain_widths
 from eckart.model.targets import Target, find_targets
@@ -276,7 +277,7 @@ def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
     with torch.no_grad():
         expected = small(**batch).logits
         for name in report.ranks:
-            merge(small, name)
+            made_dense(small, name)
         attribute = restore_plain_widths(small)
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
     assert attribute in ("intermediate_size", "n_inner", None)
