@@ -7,7 +7,7 @@ than eckart. Install it into vLLM's environment with `pip install --no-deps`; vL
 vLLM fuses linear layers with the same inputs into one layer, such as `qkv_proj` or `gate_up_proj`. So the right factors
 of these layers are also joined, and multiplied in one product.
 
-Layers of narrowed MLPs are dense, but have other shapes than the model's config says. They run as vLLM's own layers.
+Layers of narrowed MLPs have other shapes than the model's config says. Those that are dense run as vLLM's own layers.
 
 With several devices, vLLM cuts some layers by their outputs and others by their inputs. Of a layer that is cut by
 outputs, a device has these rows of the left factor, and the whole right factor. Of one that is cut by inputs, it has
@@ -167,16 +167,17 @@ class LowRankMethod(LinearMethodBase):
         return together if bias is None else together + bias
 
 
-class NarrowedMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Computes a dense layer that has other sizes than vLLM gives it.
+class _Narrowed(LinearMethodBase):  # type: ignore[misc]
+    """Mixin for a layer that has other sizes than vLLM gives it.
 
     Args:
         name: name of the layer, for errors.
         shapes: shape `[out, in]` of each of the linear layers that vLLM fused into the layer.
+        arguments: those of the other base class.
     """
 
-    def __init__(self, name: str, shapes: list[list[int]]) -> None:
-        super().__init__()
+    def __init__(self, name: str, shapes: list[list[int]], *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.name, self.shapes = name, shapes
 
     def create_weights(
@@ -208,6 +209,14 @@ class NarrowedMethod(UnquantizedLinearMethod):  # type: ignore[misc]
                 f"tensor_parallel_size to a divisor of {size}, or {_MERGE}"
             )
         return size // devices
+
+
+class NarrowedMethod(_Narrowed, UnquantizedLinearMethod):  # type: ignore[misc]
+    """Computes a dense layer of a narrowed MLP."""
+
+
+class NarrowedLowRankMethod(_Narrowed, LowRankMethod):
+    """Computes a layer of a narrowed MLP that has factors, or some parts of it have."""
 
 
 def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
@@ -317,7 +326,11 @@ class EckartConfig(QuantizationConfig):
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(child, [child])]
+        parts, low_rank = (
+            [self.parts.get(name, Part(None)) for name in names],
+            any(name in self.parts for name in names),
+        )
         if all(name in self.narrowed for name in names):
-            return NarrowedMethod(prefix, [self.narrowed[name] for name in names])
-        parts = [self.parts.get(name, Part(None)) for name in names]
-        return LowRankMethod(parts) if any(name in self.parts for name in names) else UnquantizedLinearMethod()
+            shapes = [self.narrowed[name] for name in names]
+            return NarrowedLowRankMethod(prefix, shapes, parts) if low_rank else NarrowedMethod(prefix, shapes)
+        return LowRankMethod(parts) if low_rank else UnquantizedLinearMethod()

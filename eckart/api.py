@@ -84,6 +84,7 @@ class CompressedTarget:
             `Report.loss_unit` names. None if the rank search predicts no loss. An MLP that loses neurons has its loss
             at its last layer.
         no_rank: whether the layer stays dense at any keep, because no rank makes it smaller.
+        narrowed: whether the layer is smaller because its MLP lost neurons. `rank` is that of the smaller layer.
     """
 
     shape: tuple[int, int]
@@ -91,11 +92,7 @@ class CompressedTarget:
     parameters: tuple[int, int]
     predicted_loss: float | None
     no_rank: bool
-
-    @property
-    def narrowed(self) -> bool:
-        """Whether the layer is smaller because its MLP lost neurons."""
-        return self.rank is None and self.parameters[1] < self.parameters[0]
+    narrowed: bool
 
 
 @dataclass(frozen=True)
@@ -549,6 +546,7 @@ def _compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
             parameters=(target.parameters, cost(after, chosen.ranks[target.name])),
             predicted_loss=None if chosen.predicted_loss is None else chosen.predicted_loss[target.name],
             no_rank=not largest_rank(target),
+            narrowed=after != target,
         )
         for target, after in zip(chosen.targets, narrowed(chosen.targets, chosen.widths), strict=True)
     }

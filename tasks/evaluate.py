@@ -101,7 +101,8 @@ def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scor
     data = kind.encode(scorer.splits["validation"], tokenizer, "validation")
     probes = data.select(range(min(settings.probes, len(data))))
     examples = list(batches(probes, kind.collate(tokenizer, dense), settings.batch_size, place(dense)))
-    with_rank = [target for target in targets if decision.ranks[target.name] is not None]
+    ranks = {name: rank for name, rank in decision.ranks.items() if name not in decision.narrowed}
+    with_rank = [target for target in targets if ranks.get(target.name) is not None]
     return losses_alone(dense, small, with_rank, examples, kind.objective())
 
 

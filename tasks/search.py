@@ -175,7 +175,7 @@ def _report(decision: Decision, chosen: ChosenRanks) -> None:
         )
     share = decision.parameters_after / decision.parameters_before
     narrowed = len(decision.narrowed)
-    dense = sum(rank is None for rank in decision.ranks.values()) - narrowed
+    dense = sum(rank is None and name not in decision.narrowed for name, rank in decision.ranks.items())
     say(
         f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense"
         + f", {narrowed} lose neurons" * bool(narrowed)

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
+from eckart.factorization.neuron_selection import of_neurons
 from eckart.factorization.weighted_svd import Decomposition, decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting, exact_dtype, weigh
 from eckart.model.layers import head_rows_like, present, replace, set_weight
@@ -32,9 +33,16 @@ from eckart.model.targets import Product, Target, weight_of
 
 
 def decompose_target(
-    model: PreTrainedModel, target: Target, weighting: Weighting, statistics: Statistics
+    model: PreTrainedModel,
+    target: Target,
+    weighting: Weighting,
+    statistics: Statistics,
+    neurons: Tensor | None = None,
 ) -> Decomposition:
     """Decompose the weight of `target` in `model` into components, under `weighting`.
+
+    Args:
+        neurons: numbers of the neurons that the layer has left, if its MLP was narrowed; None: all.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite; the message names the target.
@@ -42,7 +50,10 @@ def decompose_target(
     try:
         if isinstance(target, Product):
             return decompose_product(model, target, weighting, statistics)
-        return decompose(weight_of(model.get_submodule(target.name)), weigh(weighting, target, statistics))
+        weight, norm = weight_of(model.get_submodule(target.name)), weigh(weighting, target, statistics)
+        rows, columns = weight.shape
+        sides = of_neurons(norm.left, rows, neurons), of_neurons(norm.right, columns, neurons)
+        return decompose(weight, ErrorNorm(*sides))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
 

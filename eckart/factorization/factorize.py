@@ -99,7 +99,7 @@ def factorize_model(
         in_order: settings of the factorization in order of execution; None: use `factorize_at_once`.
         residual: as in `factorize_at_once`; ignored with `in_order`.
         progress: shows how far the factorization has come.
-        widths: MLPs to narrow; their targets have no rank.
+        widths: MLPs to narrow; a rank of one of their targets is that of the smaller layer.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
 
@@ -124,7 +124,7 @@ def factorize_model(
     for name in narrowing.down_of:
         narrowing.narrow(name)
     shown = progress(targets, "Factorization", "target")
-    factorize_at_once(model, shown, ranks, weighting, statistics, residual)
+    factorize_at_once(model, shown, ranks, weighting, statistics, residual, narrowing)
     return []
 
 
@@ -135,12 +135,14 @@ def factorize_at_once(
     weighting: Weighting,
     statistics: Statistics,
     residual: bool = False,
+    narrowing: Narrowing | None = None,
 ) -> None:
     """Replace each of `targets` that has a rank by the best factors of this rank under `weighting`.
 
     Args:
         ranks: target name → rank; None leaves the target as it is.
         residual: whether to add the `rest` W − left right to the factors, so that each layer still computes with W.
+        narrowing: has narrowed some of the targets already; None: none.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite; the message names the target.
@@ -149,7 +151,8 @@ def factorize_at_once(
         rank = ranks[target.name]
         if rank is None:
             continue
-        left, right = decompose_target(model, target, weighting, statistics).truncate(rank)
+        neurons = narrowing.neurons(target.name) if narrowing else None
+        left, right = decompose_target(model, target, weighting, statistics, neurons).truncate(rank)
         if isinstance(target, Product):
             factorize_product(model, target, left, right)
             continue
@@ -202,7 +205,7 @@ def factorize_in_order(
         batches: calibration data: model inputs, each tensor `(batch, …)`.
         progress: shows how far the factorization has come, in groups of targets with the same input and, with
             refinement, blocks.
-        narrowing: narrows MLPs; their targets have no rank. None: no MLP.
+        narrowing: narrows MLPs, before their layers are factorized; None: no MLP.
         store: storage of refined blocks, from which a factorization that was killed goes on.
         loss: loss for a refinement that weighs errors by gradients.
 
@@ -258,7 +261,7 @@ def factorize_in_order(
             if dense:
                 dense.keep(step)
             _correct_and_narrow(model, step, current, order, narrowing)
-            factorize_at_once(model, step, ranks, weighting, current)
+            factorize_at_once(model, step, ranks, weighting, current, narrowing=narrowing)
             since += step
     return refined
 

@@ -2,7 +2,8 @@
 
 eckart/factorization/neuron_selection.py has the equations. In the factorization in order of execution, the layers that
 compute the neurons are corrected first, like other targets. The down layer starts from the fit W₀ on the original
-inputs and is corrected on the inputs that it gets (eckart/factorization/error_compensation.py).
+inputs and is corrected on the inputs that it gets (eckart/factorization/error_compensation.py). A smaller layer that
+has a rank is then factorized.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
@@ -56,8 +58,9 @@ class Narrowing:
             ValueError: a device map has offloaded a layer, or a statistic that the weighting reads is missing.
         """
         down, module = self.down_of[name], present(self.model, name)
-        weight = weight_of(module)
-        neurons = torch.tensor(self.widths[down].kept, device=weight.device)
+        weight, neurons = weight_of(module), self.neurons(name)
+        assert neurons is not None
+        neurons = neurons.to(weight.device)
         if name != down:
             smaller = weight[neurons]
         else:
@@ -72,6 +75,10 @@ class Narrowing:
             with torch.no_grad():
                 layer.bias.copy_(bias if name == down else bias[neurons])
         replace(self.model, name, layer)
+
+    def neurons(self, name: str) -> Tensor | None:
+        """Return the neurons that stay in the MLP of the layer `name`; None if it is not narrowed."""
+        return torch.tensor(self.widths[self.down_of[name]].kept) if name in self.down_of else None
 
     def shape(self, name: str) -> tuple[int, int] | None:
         """Return the shape `(out, in)` of the layer `name` after narrowing; None if its MLP stays as it is."""

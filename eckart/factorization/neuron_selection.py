@@ -114,6 +114,19 @@ def fitted(weight: Tensor, moment: Side, neurons: Tensor) -> Tensor:
     return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False)
 
 
+def of_neurons(side: Side, size: int, neurons: Tensor | None) -> Side:
+    """Return the part of a side of a norm that belongs to `neurons`; the whole side if it has `size` features already.
+
+    Args:
+        side: `(n, n)`, `(n,)` or None.
+        neurons: the neurons that stay, `(size,)`; None: all.
+    """
+    if side is None or neurons is None or len(side) == size:
+        return side
+    neurons = neurons.to(side.device)
+    return side[neurons] if side.dim() == 1 else side[neurons][:, neurons]
+
+
 def as_matrix(side: Side, weight: Tensor) -> Tensor:
     """Return the left side of a norm as a matrix `(out, out)` in the dtype of `weight`."""
     return _matrix(side, len(weight), weight)

@@ -423,8 +423,8 @@ def restore(
         dense.keep([target])
         for layer in target.layers:
             module, shape = model.get_submodule(layer.name), narrowed_shape(layer.name)
-            like = narrowed_like(module, *shape) if shape else _like(module, target, ranks[target.name])
-            replace(model, layer.name, like)
+            module = narrowed_like(module, *shape) if shape else module
+            replace(model, layer.name, _like(module, target, ranks[target.name]))
     for tensors in saved:
         model.load_state_dict(tensors, strict=False)
     return [*plan[start:]]

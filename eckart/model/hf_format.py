@@ -63,7 +63,7 @@ class EckartConfig(QuantizationConfigMixin):
         heads: name of a layer of an attention product → number of heads.
         pivoted: names of the layers in pivoted storage.
         tied: name of a head → name of the embedding with the factors that the head uses.
-        narrowed: name of a dense layer of a narrowed MLP → its shape `[out, in]`.
+        narrowed: name of a layer of a narrowed MLP → its shape `[out, in]`; if it also has a rank, it is factorized.
         experts: names of the modules of experts that are taken apart (eckart/model/experts.py).
     """
 
@@ -113,12 +113,12 @@ class EckartQuantizer(HfQuantizer):
             if (place := _name_here(model, name, names)) is not None:
                 unfuse_like(model, place)
         names = dict(model.named_modules(remove_duplicate=False))
-        for name in self.quantization_config.ranks:
-            if (place := _name_here(model, name, names)) is not None:
-                replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
         for name, (rows, columns) in self.quantization_config.narrowed.items():
             if (place := _name_here(model, name, names)) is not None:
                 replace(model, place, narrowed_like(model.get_submodule(place), rows, columns))
+        for name in self.quantization_config.ranks:
+            if (place := _name_here(model, name, names)) is not None:
+                replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)

@@ -27,6 +27,8 @@ class LowRankLayer(nn.Module):
     bias: nn.Parameter | None
     transposed = False
     """Whether the dense module was a Conv1D; `merge` then restores a Conv1D."""
+    narrowed = False
+    """Whether the layer belongs to a narrowed MLP, so that its shape is not that of the model's config."""
 
     @staticmethod
     def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -241,9 +243,13 @@ class HeadRows(LowRankLayer):
 class NarrowedLinear(nn.Linear):
     """A dense layer of a narrowed MLP: it has fewer outputs or inputs than the model's config says."""
 
+    narrowed = True
+
 
 class NarrowedConv1D(Conv1D):
     """The same in place of a Conv1D, with whose transposed weight tools for GPT-2 reckon."""
+
+    narrowed = True
 
 
 def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> NarrowedLinear | NarrowedConv1D:
@@ -259,9 +265,10 @@ def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> Nar
 
 
 def narrowed_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes `[out, in]` of all layers of narrowed MLPs of `model` by name."""
-    kinds = (NarrowedLinear, NarrowedConv1D)
-    return {name: list(shape_of(layer)) for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    """Return the shapes `[out, in]` of all layers of narrowed MLPs of `model` by name, dense or factorized."""
+    kinds = (NarrowedLinear, NarrowedConv1D, LowRankLayer)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds) and layer.narrowed}
+    return {name: list(shape_of(layer)) for name, layer in layers.items()}
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
@@ -296,6 +303,7 @@ def _like(module: nn.Module, kind: type[Layer], **sizes: int) -> Layer:
     with torch.device(like.device):
         layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
     layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
+    layer.narrowed = getattr(module, "narrowed", False)
     return layer.to(like.dtype)
 
 
@@ -416,9 +424,10 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
         if _reads_ids(layer):
             module = nn.Embedding(in_features, out_features)
         elif layer.transposed:
-            module = Conv1D(out_features, in_features)
+            module = (NarrowedConv1D if layer.narrowed else Conv1D)(out_features, in_features)
         else:
-            module = nn.Linear(in_features, out_features, bias=bias is not None)
+            kind = NarrowedLinear if layer.narrowed else nn.Linear
+            module = kind(in_features, out_features, bias=bias is not None)
     module = module.to_empty(device=weight.device).to(weight.dtype).train(layer.training)
     set_weight(module, weight)
     if bias is not None:

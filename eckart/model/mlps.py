@@ -130,7 +130,7 @@ class Width(BaseModel):
     Attributes:
         up: names of the targets that compute the neurons.
         kept: the neurons that stay, ascending.
-        loss: predicted loss.
+        loss: predicted loss of leaving out the other neurons.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

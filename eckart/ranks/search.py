@@ -39,8 +39,9 @@ class ChosenRanks:
     Attributes:
         targets: the targets, each with the recipe's storage, which decides how many parameters a rank costs.
         ranks: target name → rank; None if the target stays dense.
-        predicted_loss: target name → half the squared weighted error after truncation to its rank, ½ Σ_{k>r} S_k². None
-            if the search itself reduced the weights to their ranks, or if all ranks are 0.
+        predicted_loss: target name → half the squared weighted error after truncation to its rank, ½ Σ_{k>r} S_k²; the
+            down layer of a narrowed MLP has the loss of its width besides. None if the search itself reduced the
+            weights to their ranks, or if all ranks are 0.
         shaped: result of the shaping, or None if nothing was shaped.
         changed: whether the search changed the model's weights.
         remark: a sentence of the search about its choice, or "".
@@ -93,9 +94,10 @@ def search_ranks(
     predicted_loss = None
     if result.spectra is not None:
         predicted_loss = {
-            name: 0.0 if rank is None else float(losses_of_components(result.spectra[name][rank:]).sum())
+            name: (0.0 if rank is None else float(losses_of_components(result.spectra[name][rank:]).sum()))
+            + (result.widths[name].loss if name in result.widths else 0.0)
             for name, rank in result.ranks.items()
-        } | {name: width.loss for name, width in result.widths.items()}
+        }
     chosen = ChosenRanks(
         problem.targets, result.ranks, predicted_loss, shaped, result.changed, result.remark, result.widths
     )

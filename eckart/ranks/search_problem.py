@@ -119,7 +119,7 @@ class SearchResult:
         spectra: weighted singular values that the ranks truncate; None if no loss can be predicted from them.
         changed: whether the search changed the weights of the model.
         remark: a sentence about the choice for the log, or "".
-        widths: the MLPs to narrow; their targets have no rank.
+        widths: the MLPs to narrow. Ranks and spectra of their targets are those of the smaller layers.
     """
 
     ranks: Ranks

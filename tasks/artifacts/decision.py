@@ -29,7 +29,7 @@ class Decision(Result):
     steps: int
     """Training steps that shaping and search took before the factorization."""
     widths: dict[str, Width] = Field(default_factory=dict)
-    """Down target of each MLP that is narrowed → its width; the targets of these MLPs have no rank."""
+    """Down target of each MLP that is narrowed → its width. A rank of its targets is that of the smaller layer."""
     average_rank: float | None
     """Mean numerical rank of the target layers' weights after shaping; null if nothing was shaped."""
     as_shaped: bool
@@ -37,7 +37,7 @@ class Decision(Result):
 
     @property
     def narrowed(self) -> frozenset[str]:
-        """Names of the targets that lose neurons: they are smaller, but have no rank."""
+        """Names of the targets that lose neurons, factorized or not."""
         return frozenset(name for down, width in self.widths.items() for name in (*width.up, down))
 
 

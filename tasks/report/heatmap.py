@@ -70,12 +70,13 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
     def cell(candidate: CandidateResults, target: Target) -> Cell:
         after = candidate.evaluation.targets[target.name]
         share, kept = after.parameters / target.parameters, "stays dense"
+        fewer = "loses neurons, " if target.name in candidate.decision.narrowed else ""
         if after.rank is not None:
             beside = f" and {counted(after.rows, 'sparse row')}" if after.rows else ""
-            kept = f"rank {after.rank}{beside}, {percent(share)} of its parameters"
-        elif target.name in candidate.decision.narrowed:
-            kept = f"loses neurons, {percent(share)} of its parameters left"
-        without = "N" if target.name in candidate.decision.narrowed else "D"
+            kept = f"{fewer}rank {after.rank}{beside}, {percent(share)} of its parameters"
+        elif fewer:
+            kept = f"{fewer}{percent(share)} of its parameters left"
+        without = "N" if fewer else "D"
         text = "" if not shows_ranks else without if after.rank is None else str(after.rank)
         return Cell(share, text, f"{target.name}: {kept}", target in firsts)
 

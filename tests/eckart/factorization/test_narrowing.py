@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +13,20 @@ from torch import Tensor, nn
 
 import eckart
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.statistics import collect
+from eckart.calibration.statistics import StatisticKind, collect
 from eckart.factorization.error_compensation import anchored
+from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.narrowing import Narrowing
 from eckart.factorization.neuron_selection import fitted, order_neurons
-from eckart.factorization.weightings import ErrorNorm, Inputs
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
+from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
+from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
-from eckart.model.targets import find_targets
+from eckart.model.plain_widths import restore_plain_widths
+from eckart.model.targets import Target, find_targets
+from eckart.ranks.search import search_ranks
 from eckart.ranks.search_problem import SearchProblem
 from eckart.ranks.waterfill import Waterfill
 from eckart.recipe import Recipe, complete, contradictions, merge
@@ -134,6 +143,7 @@ def test_copies_of_neurons_are_left_out_without_any_loss() -> None:
         ("gpt2", {"sequential": {"anchor": 0.5}}),
         ("bert", {"sequential": {"anchor": 0.0}}),
         ("causal", {"storage": "pivoted", "sequential": {"refine": {"passes": 1, "batch_size": 1}}}),
+        ("gpt2", {"storage": "pivoted"}),
     ],
 )
 def test_narrowed_models_keep_the_budget_and_survive_saving(family: str, changes: dict[str, Any]) -> None:
@@ -142,6 +152,8 @@ def test_narrowed_models_keep_the_budget_and_survive_saving(family: str, changes
     small, report = eckart.compress(model, [batch, batch], 0.5, NARROW | changes)
     narrowed = set(narrowed_shapes(small))
     assert narrowed
+    assert narrowed == {name for name, target in report.targets.items() if target.narrowed}
+    assert bool(narrowed & {*report.ranks}) == (changes.get("storage") == "pivoted")
     before, after = (sum(target.parameters[place] for target in report.targets.values()) for place in (0, 1))
     assert after <= 0.5 * before
     weights = sum(
@@ -154,14 +166,124 @@ def test_narrowed_models_keep_the_budget_and_survive_saving(family: str, changes
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_narrowing_never_predicts_more_loss() -> None:
+def test_narrowing_never_predicts_more_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and widths are best, then widths with nothing besides, then ranks alone."""
     model, batch = drawn("causal")
-    plain = NARROW | {"ranks": {"kind": "waterfill", "multiple": 2}}
-    for keep in (0.8, 0.4):
-        losses = [eckart.compress(model, [batch], keep, recipe).report.predicted_loss for recipe in (NARROW, plain)]
-        assert losses[0] is not None
-        assert losses[1] is not None
-        assert losses[0] <= losses[1] * 1.01
+    targets = find_targets(model, batch).targets
+    problem = problem_of(model, batch, targets, Kfac(), ["inputs", "output_gradients"])
+    for keep in (0.8, 0.6, 0.4):
+        losses = []
+        for search in (Waterfill(narrow=True, multiple=2), Waterfill(multiple=2)):
+            losses.append(predicted(replace(problem, keep=keep), search))
+        with monkeypatch.context() as patched:
+            patched.setattr(Waterfill, "_both", lambda *_: ())
+            losses.insert(1, predicted(replace(problem, keep=keep), Waterfill(narrow=True, multiple=2)))
+        assert losses[0] < losses[2]
+        assert losses == sorted(losses)
+
+
+def problem_of(
+    model: Any, batch: tiny.Batch, targets: Sequence[Target], weighting: Any, statistics: Sequence[StatisticKind]
+) -> SearchProblem:
+    objective = objective_of(model, [batch], "the test")
+    return SearchProblem(
+        model=model,
+        targets=tuple(targets),
+        keep=0.5,
+        seed=0,
+        objective=objective,
+        weighting=weighting,
+        statistics=collect(model, [batch], targets, statistics, objective.loss),
+        train=lambda *_, **__: None,
+        calibration=lambda examples, skip=0: [batch],
+    )
+
+
+def predicted(problem: SearchProblem, search: Waterfill) -> float:
+    found = search_ranks(problem, search, storage="pivoted").predicted_loss
+    assert found is not None
+    return sum(found.values())
+
+
+def test_copies_in_layers_of_low_rank_take_a_width_and_ranks() -> None:
+    """The neurons are twelve and their copies, and the layers have rank 4: at width 12, pivots of rank 4 lose nothing.
+
+    They are 3 · 4 (12 + 16 − 4) numbers, a quarter of the MLP. All 24 neurons would take 3 · 4 (24 + 16 − 4).
+    """
+    model, batch = drawn("causal")
+    torch.manual_seed(0)
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        for layer in (mlp.gate_proj, mlp.up_proj):
+            layer.weight.copy_((torch.randn(12, 4) @ torch.randn(4, 16)).repeat(2, 1))
+        mlp.down_proj.weight.copy_((torch.randn(16, 4) @ torch.randn(4, 12)).repeat(1, 2))
+        expected = model(**batch).logits
+    targets = [target for target in find_targets(model, batch).targets if target.name.startswith("model.layers.0.mlp")]
+    problem = replace(problem_of(model, batch, targets, Inputs(), ["inputs"]), keep=0.25)
+    chosen = search_ranks(problem, Waterfill(narrow=True, multiple=1), storage="pivoted")
+    (width,) = chosen.widths.values()
+    assert width.neurons == 12
+    assert {*chosen.ranks.values()} == {4}
+    assert chosen.parameters[1] == 3 * 4 * (12 + 16 - 4)
+    assert chosen.predicted_loss is not None
+    assert sum(chosen.predicted_loss.values()) < 0.01 * predicted(problem, Waterfill(multiple=1))
+    factorize_model(model, chosen.targets, chosen.ranks, Inputs(), problem.statistics, widths=chosen.widths)
+    pivot(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_refinement_goes_on_from_a_block_with_width_and_ranks() -> None:
+    model, batch = drawn("causal")
+    targets = find_targets(model, batch).targets
+    problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
+    up = tuple(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj"))
+    widths = {"model.layers.0.mlp.down_proj": Width(up=up, kept=(0, 2, 3, 5, 8, 13), loss=0.0)}
+    saved: list[Any] = []
+
+    class Store(BlockStore):
+        def load(self) -> list[Any]:
+            return saved[:1]
+
+        def save(self, block: RefinedBlock, tensors: Mapping[str, Tensor]) -> None:
+            saved.append((block, {name: values.clone() for name, values in tensors.items()}))
+
+    def refined() -> Any:
+        small = deepcopy(model)
+        factorize_model(
+            small,
+            targets,
+            {target.name: 2 for target in targets},
+            Inputs(),
+            problem.statistics,
+            in_order=InOrder(refine=Refine(passes=1, batch_size=1)),
+            batches=[batch],
+            widths=widths,
+            store=Store(),
+        )
+        return small
+
+    first, resumed = refined(), refined()
+    assert resumed.model.layers[0].mlp.down_proj.shape == (16, 6)
+    assert all(torch.equal(values, resumed.state_dict()[name]) for name, values in first.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("family", ["causal", "gpt2"])
+def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
+    model, batch = drawn(family)
+    small, report = eckart.compress(model, [batch], 0.4, NARROW | {"storage": "pivoted"}, check=False)
+    widths = {shape[0] for name, shape in narrowed_shapes(small).items() if name.endswith(("up_proj", "c_fc"))}
+    with torch.no_grad():
+        expected = small(**batch).logits
+        for name in report.ranks:
+            made_dense(small, name)
+        attribute = restore_plain_widths(small)
+        torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
+    assert attribute in ("intermediate_size", "n_inner", None)
+    assert not narrowed_shapes(small)
+    if attribute:
+        assert getattr(small.config, attribute) == max(widths)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -189,17 +311,6 @@ def test_contradictions_say_what_to_write() -> None:
 def test_a_search_that_finds_no_mlp_says_so() -> None:
     model, batch = drawn("bert")
     targets = tuple(target for target in find_targets(model, batch).targets if "attention" in target.name)
-    statistics = collect(model, [batch], targets, ["inputs"])
-    problem = SearchProblem(
-        model=model,
-        targets=targets,
-        keep=0.5,
-        seed=0,
-        objective=objective_of(model, [batch], "the test"),
-        weighting=Inputs(),
-        statistics=statistics,
-        train=lambda *_, **__: None,
-        calibration=lambda examples, skip=0: [batch],
-    )
+    problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
     assert "no MLP" in Waterfill(narrow=True).search(problem).remark
     assert not Waterfill().search(problem).remark

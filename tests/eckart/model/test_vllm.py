@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format
-from eckart.model.layers import LowRankLinear, PivotedLinear
+from eckart.model.layers import LowRankLinear, PivotedLinear, narrowed_shapes
 from eckart.model.targets import find_targets
 from tests import tiny
 
@@ -166,13 +166,13 @@ def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
-def narrowed(plugin: Any, name: str, layer: nn.Module, devices: int = 1) -> nn.Module:
+def narrowed(plugin: Any, name: str, layer: Any, devices: int = 1, **config: Any) -> Any:
     """Return the layer `name` of a LLaMA, whose MLP of 96 neurons has 40, after vLLM has made it on one of `devices`.
 
     `layer` has the attributes that vLLM's layers have before they ask for their weights.
     """
-    config = {"ranks": {}, "narrowed": {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64], "mlp.down_proj": [64, 40]}}
-    read = plugin.EckartConfig.from_config(config)
+    shapes = {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64], "mlp.down_proj": [64, 40]}
+    read = plugin.EckartConfig.from_config({"ranks": {}, "narrowed": shapes, **config})
     read.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     method = read.get_quant_method(layer, f"mlp.{name}")
     if name == "gate_up_proj":
@@ -180,6 +180,7 @@ def narrowed(plugin: Any, name: str, layer: nn.Module, devices: int = 1) -> nn.M
         method.create_weights(layer, 64, [96 // devices] * 2, 64, 192, torch.float32)
     else:
         method.create_weights(layer, 96 // devices, [64], 96, 64, torch.float32)
+    layer.quant_method = method
     return layer
 
 
@@ -196,6 +197,20 @@ def test_narrowed_layers_get_their_sizes(plugin: Any) -> None:
         assert down.weight.shape == (64, 40 // devices)
     with pytest.raises(ValueError, match=r"gate_up_proj has 40 .*divisor of 40"):
         narrowed(plugin, "gate_up_proj", layer(), 3)
+
+
+@pytest.mark.skipif(bool(find_spec("vllm")), reason="vLLM's own layers need its distributed groups")
+def test_narrowed_layers_may_have_ranks(plugin: Any) -> None:
+    torch.manual_seed(0)
+    layer, x = sys.modules["vllm.model_executor.layers.linear"].LinearBase(), torch.randn(3, 64)
+    layer.tp_rank, layer.tp_size = 0, 1
+    gate, up = drawn(PivotedLinear(64, 40, 5, bias=False)), nn.Linear(64, 40, bias=False)
+    made = narrowed(plugin, "gate_up_proj", layer, ranks={"mlp.gate_proj": 5}, pivoted=["mlp.gate_proj"])
+    for shard, part in enumerate((gate, up)):
+        for name, values in part.state_dict().items():
+            made.get_parameter(name).weight_loader(made.get_parameter(name), values, shard)
+    made.quant_method.process_weights_after_loading(made)
+    torch.testing.assert_close(made.quant_method.apply(made, x), torch.cat([gate(x), up(x)], -1))
 
 
 def test_unsupported_storage_is_an_error(plugin: Any) -> None:
@@ -231,8 +246,12 @@ def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
 
     If narrowed, the MLPs have other widths, and the layers of attention stay dense.
     """
-    if stored == "narrowed":
-        return tiny.narrow(model, (40, 70))
+    if stored.startswith("narrowed"):
+        model = tiny.narrow(model, (40, 70))
+        for name in list(narrowed_shapes(model))[1:] if stored == "narrowed in pivots" else ():
+            tiny.factorize_layer(model, name, 3)
+        pivot(model)
+        return model.eval()
     for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
         if number % 3 != 1:
             tiny.factorize_layer(model, target.name, 3 + number % 4, slice(1, 3) if stored == "rows" else None)
@@ -254,7 +273,7 @@ def losses(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "stored"),
     [
-        *(("llama", stored) for stored in ("factors", "pivoted", "rows", "narrowed")),
+        *(("llama", stored) for stored in ("factors", "pivoted", "rows", "narrowed", "narrowed in pivots")),
         *(("gpt2", stored) for stored in ("factors", "narrowed")),
     ],
 )
