@@ -124,7 +124,7 @@ def study(database: Path, prefect_home: Callable[[Path], Path], tmp_path_factory
     with shared("study", tmp_path_factory) as (folder, new):
         root, said = folder / "workspace", folder / "said"
         if new:
-            tiny_repository(root, export={"recipes": ["kfac"]}, importance={"shards": dict.fromkeys("cab")})
+            tiny_repository(root, export={"recipes": ["kfac"]})
             shutil.copy(database, root)
             code, printed = Command(root, BARE | {"PREFECT_HOME": str(prefect_home(folder))}, "run").end()
             assert code == 0, printed
