@@ -1,7 +1,7 @@
 """Predict the memory that statistics and factorization need, and measure memory and time on small LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/explanation/memory-and-time.md; some minutes
-    python benchmarks/memory.py --predict    # only the predictions, for LLaMA-7B, 8B and 70B
+    python benchmarks/memory.py --predict    # only the predictions for LLaMA-7B, 8B and 70B, and the plan of these
     python benchmarks/memory.py --wide       # the layers of a LLaMA of 1.1 billion parameters; minutes on idle cores
 
 Each point (a row of a table) is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of
@@ -33,6 +33,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 BATCHES = 2
 _MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
 MIB = 2**20
+SPEED = 1e14
+"""Operations a second of one GPU: the assumption of the plan."""
+DECOMPOSED, SPECTRUM = 0.73, 0.37
+"""Seconds of one H200 for a target of 4096 × 11008 under kfac; its decomposition, and its spectrum alone."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,20 @@ class Point:
         return min(self.layers_at_once or self.layers, self.layers)
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (smaller, larger) side of each linear layer of a layer: four of the attention, three of the MLP."""
+        sides = [self.hidden] * 2 + [self.narrow] * 2 + [self.mlp] * 3
+        return [(min(side, self.hidden), max(side, self.hidden)) for side in sides]
+
+    @property
+    def linear(self) -> int:
+        """Return the parameters of all linear layers, without a head."""
+        return self.layers * sum(small * large for small, large in self.shapes)
+
+    @property
     def weights(self) -> int:
         """Return the bytes of the model's weights."""
-        linear = 2 * self.hidden**2 + 2 * self.hidden * self.narrow + 3 * self.hidden * self.mlp
-        return (self.layers * linear + self.vocabulary * self.hidden) * BYTES[self.dtype]
+        return (self.linear + self.vocabulary * self.hidden) * BYTES[self.dtype]
 
     @property
     def statistics(self) -> int:
@@ -121,6 +135,31 @@ class Point:
         """
         return 2 * 4 * blocks * self.tokens * self.hidden
 
+    def plan(self, blocks: int, steps: int, batch: int, keep: float) -> dict[str, tuple[float, int]]:
+        """Return stage → (seconds on one GPU, bytes there), under kfac.
+
+        Args:
+            blocks: blocks of `tokens` tokens that calibrate, and as many that score.
+            steps, batch: steps of fine-tuning, and blocks in each.
+            keep: share of the linear layers' parameters that is kept. The head is one more matrix, and stays.
+        """
+        calibrated, head = blocks * self.tokens, self.vocabulary * self.hidden
+        passes = -(-self.layers // self.group)
+        sums = self.layers * self.statistics // 4  # a symmetric product takes one operation for each of its numbers
+        gathered = calibrated * (3 * passes * self.linear + sums)  # a pass: forward, and half of the backward pass
+        targets = self.layers * sum(small**2 * large for small, large in self.shapes) / (4096**2 * 11008)
+        left = int(keep * self.linear) + head
+        trained = 8 * left * steps * batch * self.tokens  # forward twice, because activations are recomputed
+        scored = 2 * 2 * left * calibrated  # before and after fine-tuning
+        return {
+            "importance": (gathered / SPEED, self.predicted("importance")),
+            "search": (SPECTRUM * targets, self.decomposition),
+            "factorize": (DECOMPOSED * targets, self.decomposition),
+            "finetune, AdamW": (trained / SPEED, 16 * (left + head)),  # with an embedding
+            "finetune, LoRA": (trained / SPEED, 2 * (left + head)),
+            "evaluate": (scored / SPEED, 2 * (left + head) + self.weights),  # beside the original model
+        }
+
     def predicted(self, stage: str) -> int:
         """Return the predicted bytes at the peak of a stage, `importance` or `factorize`."""
         if stage == "factorize":
@@ -171,6 +210,7 @@ def main() -> None:
         _table(POINTS, measured=True)
     _table(SEVEN, measured=False)
     _table(BIG, measured=False)
+    _plans([point for point in BIG if point.weighting == "kfac" and point.layers_at_once == 8])
     for point in (BIG[0], BIG[-1]):
         print(f"two streams of 256 blocks, hidden {point.hidden}: {point.streams(256) // MIB} MiB")
 
@@ -193,6 +233,15 @@ def _table(points: list[Point], measured: bool) -> None:
                 elif measured:
                     cells += _in_a_process(point, stage, Path(folder))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _plans(points: list[Point]) -> None:
+    plans = [point.plan(blocks=256, steps=1000, batch=16, keep=0.6) for point in points]
+    print(f"| stage |{''.join(f' {point.linear / 1e9:.0f} billion: minutes | GiB |' for point in points)}")
+    print("|---" * (1 + 2 * len(points)) + "|")
+    for stage in plans[0]:
+        cells = [cell for plan in plans for cell in (f"{plan[stage][0] / 60:.1f}", f"{plan[stage][1] / 2**30:.0f}")]
+        print(f"| {' | '.join([stage, *cells])} |")
 
 
 def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:

@@ -1,7 +1,9 @@
-"""Measure the memory and the time of recovery steps of a LLaMA with 1.1 B random weights on a GPU.
+"""Measure the memory and the time of recovery steps of a LLaMA with 1.1 B random weights, best on a GPU.
 
     PYTHONPATH=. python benchmarks/recovery_memory.py            # a Markdown table, row by row
-    PYTHONPATH=. python benchmarks/recovery_memory.py --small    # a tiny model, on a CPU too, to check the code
+    PYTHONPATH=. python benchmarks/recovery_memory.py --predict  # what weights, gradients and states take; nothing runs
+    PYTHONPATH=. python benchmarks/recovery_memory.py --tokens 128 --most 7              # what a CPU with 10 GiB can do
+    PYTHONPATH=. python benchmarks/recovery_memory.py --small    # a tiny model, to check the code
 
 The model is TinyLlama's: hidden 2048, MLP 5632, 22 layers, 32 heads, 4 key-value heads, vocabulary 32,000. All linear
 layers but the head are factors that keep half of the parameters. A step has one block of 2,048 tokens, with recomputed
@@ -9,19 +11,24 @@ activations, as `recovery: {batch_size: N}` and `trainer: {micro_batch: 1, check
 for each update. The loop here is the pipeline's (tasks/training/loop.py) without the Trainer, so that torch,
 transformers and eckart suffice.
 
-Columns: parameters, and those that are trained; the peak of torch.cuda.max_memory_allocated, from loading the model on;
-seconds of a forward and backward pass and of an update, each the least of the steps after the first.
+Columns: parameters, and those that are trained; GiB of weights, gradients, states and the teacher by their
+sizes, without activations; the peak of torch.cuda.max_memory_allocated, or on a CPU of the process (ru_maxrss) above
+what it has before the first model; seconds of a forward and backward pass and of an update, each the least of the steps
+after the first. Each case has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import resource
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +59,7 @@ class Case:
     dtype: torch.dtype = BF16
     mixed: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    states: int = 2  # of a parameter's size; Adafactor's rows and columns hardly count
     lora: Lora | None = None
     teacher: str | None = None
 
@@ -59,7 +67,7 @@ class Case:
 CASES = [
     Case("float32 weights, mixed precision, AdamW", F32, mixed=True),
     Case("bfloat16 weights, AdamW"),
-    Case("bfloat16 weights, Adafactor", optimizer=ADAFACTOR),
+    Case("bfloat16 weights, Adafactor", optimizer=ADAFACTOR, states=0),
     Case("bfloat16 weights, LoRA of rank 8, AdamW", lora=Lora(rank=8)),
     Case("bfloat16 weights, AdamW, saved logits", teacher="saved"),
     Case("bfloat16 weights, AdamW, teacher beside", teacher="beside"),
@@ -75,26 +83,48 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each case; the first is not timed (default: 3)")
     parser.add_argument("--top", type=int, default=64, help="classes of each prediction that are saved (default: 64)")
     parser.add_argument("--keep", type=float, default=0.5, help="share of the factorized weights (default: 0.5)")
+    parser.add_argument("--tokens", type=int, help="tokens of a block (default: 2048, or 64 with --small)")
+    parser.add_argument("--predict", action="store_true", help="run nothing")
+    parser.add_argument("--most", type=float, help="run only cases for which fewer GiB are predicted")
     asked = parser.parse_args()
+    asked.tokens = asked.tokens or (64 if asked.small else 2048)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, whose memory is not measured"
-    print(f"{name}, torch {torch.__version__}\n")
-    print("| weights, optimizer, teacher | parameters, M | trained, M | peak GiB | pass, s | update, s |")
-    print("|---|--:|--:|--:|--:|--:|", flush=True)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, {asked.tokens} tokens\n")
+    print(
+        "| weights, optimizer, teacher | parameters, M | trained, M | predicted GiB | peak GiB | pass, s | update, s |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for case in CASES:
-        cells = measured(case, asked, device)
+        sizes, held = predicted(case, asked)
+        cells = [f"{size / 1e6:.3g}" for size in sizes] + [f"{held / GIB:.1f}"]
+        if asked.predict or (asked.most and held / GIB > asked.most):
+            cells += ["–"] * 3
+        else:
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                cells += pool.submit(measured, case, asked, device).result()
         print(f"| {case.title} | {' | '.join(cells)} |", flush=True)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+
+
+def predicted(case: Case, asked: argparse.Namespace) -> tuple[list[int], int]:
+    """Return the numbers of parameters and of trained ones, and the bytes of all that is held between passes."""
+    model = dense(case.dtype, asked.small, "meta")
+    layers = list(ranks(model, asked.keep))
+    before = sum(parameter.numel() for parameter in model.parameters())
+    after = before - sum(rows * columns - rank * (rows + columns) for _, rows, columns, rank in layers)
+    each = case.dtype.itemsize
+    held, trained = each * (after + before * (case.teacher == "beside")), after
+    if case.lora:  # two updates of each pair of factors, in float32
+        trained, each = sum(case.lora.rank * (rows + columns + 2 * rank) for _, rows, columns, rank in layers), 4
+        held += each * trained
+        after += trained
+    return [after, trained], held + each * trained * (1 + case.states)  # gradients and states
 
 
 def measured(case: Case, asked: argparse.Namespace, device: str) -> list[str]:
-    """Return the cells of a case after its title."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    tokens = 64 if asked.small else 2048
-    ids = torch.randint(0, 1000, (asked.steps, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    """Return the measured cells of a case."""
+    before = resident()
+    ids = torch.randint(0, 1000, (asked.steps, asked.tokens), generator=torch.Generator().manual_seed(0)).to(device)
     blocks = [{"input_ids": block, "attention_mask": torch.ones_like(block), "labels": block} for block in ids.split(1)]
     rules: list[Rule] = []
     if case.teacher:
@@ -126,10 +156,17 @@ def measured(case: Case, asked: argparse.Namespace, device: str) -> list[str]:
         updates.append(now(device) - middle)
     if not torch.isfinite(loss):
         raise SystemExit(f"{case.title}: the loss is {float(loss)}")
-    peak = f"{torch.cuda.max_memory_allocated() / GIB:.1f}" if device == "cuda" else "–"
-    sizes = [sum(parameter.numel() for parameter in model.parameters()), sum(p.numel() for p in trained)]
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     times = [min(values[1:] or values) for values in (passes, updates)]
-    return [f"{size / 1e6:.3g}" for size in sizes] + [peak] + [f"{seconds:.3f}" for seconds in times]
+    return [f"{peak / GIB:.1f}"] + [f"{seconds:.3f}" for seconds in times]
+
+
+def resident() -> int:
+    """Return the present resident memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def dense(dtype: torch.dtype, small: bool, device: str) -> LlamaForCausalLM:
@@ -144,14 +181,19 @@ def dense(dtype: torch.dtype, small: bool, device: str) -> LlamaForCausalLM:
 
 def factorized(model: LlamaForCausalLM, keep: float) -> LlamaForCausalLM:
     """Replace all linear layers but the head by random factors with the share `keep` of their parameters."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
-    for name in names:
-        rows, columns = model.get_submodule(name).weight.shape
-        rank = int(keep * rows * columns / (rows + columns))
+    for name, rows, columns, rank in [*ranks(model, keep)]:
         options: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
         left, right = torch.randn(rows, rank, **options), torch.randn(rank, columns, **options)
         factorize_target(model, name, left * 0.02 / rank**0.5, right)
     return model
+
+
+def ranks(model: LlamaForCausalLM, keep: float) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (name, rows, columns, rank) of each linear layer that is factorized."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            rows, columns = module.weight.shape
+            yield name, rows, columns, int(keep * rows * columns / (rows + columns))
 
 
 def taught(

@@ -203,13 +203,13 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None, sha
         torch.use_deterministic_algorithms(before[2])
 
 
-def run_study(*recipes: str, exported: bool = False) -> None:
-    """Run all stages of a study of these recipes at keep 0.5 in this process; `exported`: those that export, too."""
-    shared = ["extract", "check", "teacher", "control", "dense", *["export_dense"] * exported, "importance"]
-    for stage in shared:
+def run_study(*recipes: str) -> None:
+    """Run all stages of a study of these recipes at keep 0.5 in this process, with the exports of params.yaml."""
+    exported = read()["export"]["recipes"]
+    for stage in ("extract", "check", "teacher", "control", "dense", *["export_dense"] * bool(exported), "importance"):
         run_stage(stage)
     for recipe in recipes:
-        for stage in ["search", "factorize", "finetune", "evaluate", *["export"] * exported]:
+        for stage in ("search", "factorize", "finetune", "evaluate", *["export"] * (recipe in exported)):
             run_stage(stage, recipe, "0.5")
     run_stage("benchmark")
     run_stage("compare")

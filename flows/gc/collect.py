@@ -4,7 +4,8 @@ An object of DVC's cache is kept if it is named by
 - a dvc.lock or .dvc file, in any workspace or in git's history,
 - a registered version or a stage that led to it, or
 - one of the last runs of each study.
-All other objects, those of uncommitted runs, are removed. Remotes stay as they are.
+All other objects, those of uncommitted runs, are removed. Remotes stay as they are. Saved logits are outside of DVC:
+flows/gc/saved_logits.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dvc.repo import Repo
 from flows.engine import cached_objects, locks, stages
 from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, kind
+from flows.gc.saved_logits import kind_of_logits
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
@@ -61,6 +63,7 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
             kind("other workspaces", workspaces, scratch, partial(_remove, scratch)),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
             *tracked,
+            kind_of_logits(),
         ]
 
 

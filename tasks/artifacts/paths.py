@@ -14,6 +14,8 @@ WRITTEN = Path("data/written/blocks.parquet")
 """Calibration blocks that the original model has written, as token ids."""
 SHARDS = Path("data/shards")
 """Folder with a folder for each of `importance.shards`: the files of IMPORTANCE, from a part of the examples."""
+LOGITS = Path(".eckart/teacher-logits")
+"""Folder with a folder for each original model and data, and in it one for each of the settings that logits have."""
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
 """Name of the folder in `RANKS / candidate` with the changed model, if shaping or the search changed the weights."""

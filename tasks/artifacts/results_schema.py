@@ -136,10 +136,13 @@ class Evaluation(Result):
 
 
 class ExportedFile(Result):
-    """Size of an ONNX file, and its score on the test split in onnxruntime."""
+    """Size of an ONNX file, and its scores in onnxruntime."""
 
     score: Score
+    """Score on the test split."""
     bytes: int
+    texts: dict[str, Score] = {}
+    """Scores on the texts in evaluate.texts."""
 
 
 class Exports(Result):

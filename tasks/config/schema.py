@@ -326,7 +326,7 @@ class Trainer(Section):
         "adamw",
         description="states of the optimizer. adamw: two of a parameter's size; adafactor: a row and a column for each "
         "matrix; adamw_8bit: two bytes a parameter; paged_adamw_8bit: these in CPU memory if the GPU's is full; "
-        "the last two need a GPU and the package bitsandbytes",
+        "the last two need the package bitsandbytes, and the last one a GPU",
     )
     processes: Count = Field(
         1, description="number of training processes, each on its own GPU; they share the examples of a step"

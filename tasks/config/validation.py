@@ -189,6 +189,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:
         yield from _missing_statistics(typed["importance"], used_recipes)
+        yield from _without_effect(typed["importance"], used_recipes)
 
 
 def _control_mistakes(
@@ -353,6 +354,23 @@ def _missing_statistics(importance: schema.Importance, recipes: Mapping[str, Rec
                         f"importance.labels: are {importance.labels}, whose mean gradient tends to zero, but "
                         f"recipes.{name}.{part} reads it; write given"
                     )
+
+
+def _without_effect(importance: schema.Importance, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield a line for each setting of the gradients that changes nothing which a recipe reads."""
+    refined = [recipe.sequential.refine for recipe in recipes.values() if recipe.sequential]
+    read = {kind for recipe in recipes.values() for method in recipe.methods for kind in method.statistics}
+    read |= {"gradients" for refine in refined if refine and refine.error == "gradients"}
+    for name, neutral, changed in (
+        ("labels", "given", ("output_gradients", "fisher", "taylor", "gradients")),
+        ("clip", None, ("output_gradients",)),
+        ("edges", 0.0, ("output_gradients",)),
+    ):
+        if recipes and getattr(importance, name) != neutral and not read & {*changed}:
+            yield (
+                f"importance.{name}: has no effect, because no recipe of study.recipes reads {' or '.join(changed)}; "
+                f"write {'null' if neutral is None else neutral}"
+            )
 
 
 def _at(content: Mapping[str, Any], section: str, key: str) -> Any:

@@ -54,7 +54,7 @@ def export_and_score(
     scorer: Scorer,
     name: str,
 ) -> tuple[Exports, dict[str, Predictions]]:
-    """Export a model to ONNX files in `folder`, with float32 and with int8 weights, and score both on the test split.
+    """Export a model to ONNX files in `folder`, with float32 and with int8 weights, and score both as evaluate does.
 
     Args:
         name: name of the model in messages.
@@ -76,9 +76,12 @@ def export_and_score(
         quantize(folder / ONNX_FILES["onnx"], folder / ONNX_FILES["int8"], sample)
         for runtime, file in ONNX_FILES.items():
             onnx.answer_by(model, onnx.runner(folder / file, torch.get_num_threads()))
-            scored = scorer.score_on("test", model, tokenizer, f"{name} in {runtime}")
+            said = f"{name} in {runtime}"
+            scored = scorer.score_on("test", model, tokenizer, said)
+            texts = scorer.on_texts(model, tokenizer, said)
             parts = folder.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
-            files[runtime] = ExportedFile(score=scored.score, bytes=sum(part.stat().st_size for part in parts))
+            size = sum(part.stat().st_size for part in parts)
+            files[runtime] = ExportedFile(score=scored.score, bytes=size, texts=texts)
             predictions[runtime] = {"test": scored.predictions}
     except onnx.ExportError as error:
         raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error

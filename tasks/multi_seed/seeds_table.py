@@ -33,7 +33,8 @@ from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import Results, ScoredModel, load_results
 from tasks.report.rounding import rounded
-from tasks.report.table import TEXTS, ZERO_SHOT, printed
+from tasks.report.runtimes import TEXTS
+from tasks.report.table import ZERO_SHOT, printed
 from tasks.report.table import numbers as table_numbers
 from tasks.runtime.hardware import cores, processor
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from tasks.artifacts.paths import CONTROL_EXPORT, exported_name
-from tasks.artifacts.results_schema import CONTROL_NAME, ExportedFile, Latency, Runtime
+from tasks.artifacts.results_schema import CONTROL_NAME, ExportedFile, Latency, Runtime, Score
 from tasks.report.cells import Cell, Row, cell
 from tasks.report.numbers import between, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
+TEXTS = "texts."
+"""Prefix of the CSV columns of evaluate.texts: texts.NAME, and for candidates before recovery factorized.texts.NAME."""
 TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
 
 
@@ -28,6 +30,8 @@ class RuntimeResult:
     bytes: int
     latencies: Mapping[str, Latency]
     """Input shape → latency. The original model's latencies are those of the first exported candidate's benchmark."""
+    texts: Mapping[str, Score]
+    """Name of a text in evaluate.texts → score on it."""
 
 
 def runtime_results(results: Results) -> list[RuntimeResult]:
@@ -45,11 +49,13 @@ def runtime_result(results: Results, name: str, runtime: Runtime) -> RuntimeResu
     latencies = _latencies(results, own, runtime)
     if runtime != "torch":
         file: ExportedFile = getattr(results.exports[name], runtime)
-        return RuntimeResult(name, runtime, (exported_name(name), runtime), file.score.metric, file.bytes, latencies)
+        model = (exported_name(name), runtime)
+        return RuntimeResult(name, runtime, model, file.score.metric, file.bytes, latencies, file.texts)
     if own:
-        return RuntimeResult(name, runtime, own.after, own.recovered, own.evaluation.size.bytes, latencies)
+        found = own.evaluation
+        return RuntimeResult(name, runtime, own.after, own.recovered, found.size.bytes, latencies, found.texts)
     scored, scores = original[name]
-    return RuntimeResult(name, runtime, scored, scores.score.metric, results.dense.size.bytes, latencies)
+    return RuntimeResult(name, runtime, scored, scores.score.metric, results.dense.size.bytes, latencies, scores.texts)
 
 
 def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime) -> Mapping[str, Latency]:
@@ -77,6 +83,9 @@ def runtime_rows(results: Results) -> list[Row]:
                 below += f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
             head = f"speed, {shape.replace('x', ' × ')}"
             cells[head] = cell(torch.median, times, "as dense" if result.model == CONTROL_EXPORT else below)
+        for name, text in results.dense.texts.items():
+            value = result.texts[name].metric
+            cells[f"{results.metric.title} on {name}"] = cell(value, score, times(value / text.metric))
         rows.append(Row(CONTROL_NAME if result.model == CONTROL_EXPORT else result.model, cells))
     return rows
 
@@ -88,12 +97,15 @@ def runtimes_csv(results: Results) -> str:
     measured = ("seconds", *(f"{name}{end}" for name in ("of_torch", "of_same") for end in ("", "_low", "_high")))
     found = runtime_results(results)
     timed = [f"{shape}.{name}" for shape in (found[0].latencies if found else ()) for name in measured]
-    writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
+    texts = [*results.dense.texts]
+    heads = ["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high"]
+    writer.writerow([*heads, *timed, *(f"{TEXTS}{name}" for name in texts)])
     for result in found:
         ends = results.difference(result.scored, DENSE)
         line = [result.model, result.runtime, result.metric, result.bytes, ends.low, ends.high]
         for latency in result.latencies.values():
             ratios = ((ratio.median, ratio.low, ratio.high) for ratio in (latency.of_torch, latency.of_same))
             line += [latency.seconds, *chain.from_iterable(ratios)]
+        line += [result.texts[name].metric for name in texts]
         writer.writerow(line)
     return text.getvalue()

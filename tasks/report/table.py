@@ -17,11 +17,9 @@ from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, score, signed, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
-from tasks.report.runtimes import TITLES, runtime_results, runtime_rows
+from tasks.report.runtimes import TEXTS, TITLES, runtime_results, runtime_rows
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
-TEXTS = "texts."
-"""Prefix of the CSV columns of evaluate.texts: texts.NAME, and before recovery factorized.texts.NAME."""
 ZERO_SHOT = "zero_shot."
 """Prefix of the CSV columns of zero-shot tasks, which come last: zero_shot.TASK.METRIC, with the names of lm-eval."""
 

@@ -1,4 +1,4 @@
-"""Score a model on the test and the validation split and on other texts, in the stages dense and evaluate.
+"""Score a model on the test and the validation split and on other texts, in the stages dense, evaluate and export.
 
 Test scores are for reports and for the gates of a promotion; validation scores are for choosing candidates and trials.
 Other texts show what a language model lost where it was not calibrated.

@@ -35,6 +35,7 @@ from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 
 _POINTS = 20  # largest number of points of a training curve
+_BITSANDBYTES_ON_CPU = "0.50"  # first version whose optimizers run without a GPU
 _LOGGED = ("loss", "learning_rate", "grad_norm")  # values that the Trainer itself logs
 
 
@@ -134,12 +135,13 @@ def train(
 def _check_optimizer(optimizer: Optimizer) -> None:
     if not optimizer.endswith("8bit"):
         return
-    advice = f"trainer.optimizer is {optimizer}, which needs"
-    if not torch.cuda.is_available():
-        raise StageError(f"{advice} a GPU: write adafactor, which also saves memory, or adamw")
-    if not is_bitsandbytes_available():
+    advice, gpu = f"trainer.optimizer is {optimizer}, which needs", torch.cuda.is_available()
+    if optimizer.startswith("paged") and not gpu:
+        raise StageError(f"{advice} a GPU, whose memory it pages: write adamw_8bit, whose states have the same size")
+    if not (is_bitsandbytes_available() if gpu else is_bitsandbytes_available(_BITSANDBYTES_ON_CPU)):
+        version = "" if gpu else f" {_BITSANDBYTES_ON_CPU} or newer"
         raise StageError(
-            f"{advice} the package bitsandbytes: install it (pip install bitsandbytes), or write adafactor"
+            f"{advice} the package bitsandbytes{version}: install it (pip install -U bitsandbytes), or write adafactor"
         )
 
 

@@ -2,8 +2,8 @@
 
 They are stored beside the checkpoints, and not by a stage of their own: each recipe decides which examples its training
 draws, how many classes it compares and at which temperature, and the files are larger than the models. They can safely
-be deleted: the next training computes the same again. A computation that was killed goes on where it stopped. Files for
-another teacher, other data or other code are removed.
+be deleted: the next training computes the same again. `eckart gc` removes those that no recipe asks for. A computation
+that was killed goes on where it stopped. Files for another teacher, other data or other code are removed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from eckart.calibration.losses import Batch
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.recovery.teacher_logits import TeacherLogits, keys, teach
 from eckart.training.optimizer_settings import Optimization
+from tasks.artifacts.paths import LOGITS
 from tasks.config.schema import Trainer
 from tasks.nlp_tasks._prediction import Collate, by_length
+from tasks.runtime.code_folders import all_code
 from tasks.runtime.stage_runner import say
 from tasks.training.checkpoints import digest
 from tasks.training.loop import drawn
-
-FOLDER = Path(".eckart/teacher-logits")
 
 _ARRAYS = ("classes", "logs", "rest")
 _DONE = "examples"  # file with the number of examples whose logits are saved
@@ -60,7 +60,7 @@ def saved_logits(
     examples = examples.select(by_length(examples))
     size = trainer.micro_batch or training.batch_size
     settings = {"top": top, "temperature": temperature, "size": size, "precision": trainer.precision, "rows": rows}
-    study = FOLDER / digest(teacher, data, (), {})[:32]
+    study = LOGITS / digest(teacher, data, (), {})[:32]
     folder = study / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
     def batches(first: int) -> Iterator[Batch]:
@@ -69,9 +69,10 @@ def saved_logits(
             yield {name: values.to(teacher.device) for name, values in batch.items()}
 
     with _locked():
-        for other in (path for path in FOLDER.iterdir() if path.is_dir() and path != study):
+        for other in (path for path in LOGITS.iterdir() if path.is_dir() and path != study):
             shutil.rmtree(other)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / settings_name(training, trainer, top, temperature, problem.seed)).touch()
         if done := _done(folder):
             say(f"the teacher's logits of {done} of {len(examples)} examples are saved")
         for batch in batches(done):
@@ -83,6 +84,16 @@ def saved_logits(
     found = [key for batch in batches(0) for key in keys(batch)]
     classes, logs, rest = (np.load(_file(folder, name), mmap_mode="r") for name in _ARRAYS)
     return TeacherLogits({key: row for row, key in enumerate(found)}, classes, logs, rest)
+
+
+def settings_name(training: Optimization, trainer: Trainer, top: int, temperature: float, seed: int) -> str:
+    """Return the name of an empty file beside the logits that a training reads, by which `eckart gc` knows them.
+
+    It stands for all that decides which logits these are, but for the teacher and the data.
+    """
+    size = trainer.micro_batch or training.batch_size
+    settings = [top, temperature, training.steps, training.batch_size, size, trainer.precision, seed, all_code()]
+    return f"for-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}"
 
 
 def _append(folder: Path, parts: Sequence[np.ndarray], done: int, total: int) -> int:
@@ -111,7 +122,7 @@ def _file(folder: Path, name: str) -> Path:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / "lock").open("w") as file:
+    LOGITS.mkdir(parents=True, exist_ok=True)
+    with (LOGITS / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -36,6 +36,7 @@ from flows.engine.run_options import Options, OptionsError
 from flows.engine.stages import Planned
 from flows.study import _in_order, _run_all
 from tasks.artifacts.errors import EckartError
+from tasks.config.schema import read
 from tests.flows import forked
 from tests.flows.forked import Command
 from tests.flows.servers import until
@@ -51,6 +52,7 @@ from tests.flows.toy import (
     stale,
     toy_workspace,
 )
+from tests.workspace import merged, run_stage, write_params
 
 ROOT = Path(__file__).parents[3]
 Enter = Callable[[Path], None]
@@ -460,9 +462,14 @@ def outs(root: Path) -> dict[str, Any]:
 
 
 def test_a_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
-    """What is left is as after a run on one machine. A stage that reads what many others write runs here."""
-    elsewhere, here = {"finetune@svd-0.5", "evaluate@svd-0.5"}, {"compare"}
+    """What is left is as after a run on one machine, also of a calibration that is divided.
+
+    A stage that reads what many others write runs here.
+    """
     root = study.copied(tmp_path / "study")
+    shards = divided(root)
+    elsewhere, here = {*shards, "finetune@svd-0.5", "evaluate@svd-0.5"}, {"importance", "compare"}
+    expected = outs(root)
     add_remote(root, tmp_path / "remote")
     forget(root, elsewhere | here)
     commit(root)
@@ -476,9 +483,22 @@ def test_a_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_path:
     assert {line.split("'")[1] for line in ended if f"{tmp_path}/worker-" in line} == elsewhere
     assert {line.split("'")[1] for line in ended if f"{tmp_path}/worker-" not in line} == here
     assert "Task run 'finetune@svd-0.5' - step 2/2  loss" in printed
-    assert {**outs(root), "compare": None} == {**outs(study.root), "compare": None}
+    assert {**outs(root), "compare": None} == {**expected, "compare": None}
     assert rows(root) == rows(study.root)
     see_mlflow(root, "svd-0.5")
+
+
+def divided(root: Path) -> set[str]:
+    """Divide the calibration of a study, in this process; return the names of the stages. Others stay as they are."""
+    names = ("second", "first", "last")
+    write_params(root, merged(read(root / "params.yaml"), {"importance": {"shards": dict.fromkeys(names)}}))
+    with chdir(root):
+        run_stage("resolve")
+        for name in names:
+            run_stage("importance_shard", shard=name)
+        run_stage("importance")
+    call(root, "dvc", "commit", "-q", "--force")
+    return {f"importance_shard@{name}" for name in names}
 
 
 def forget(root: Path, names: set[str]) -> None:

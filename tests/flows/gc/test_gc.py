@@ -17,8 +17,10 @@ from flows.gc.kind import CannotCollect
 from flows.registry import versions
 from flows.tracking import mirror
 from flows.workspace import reproduce, worktrees
+from tasks.artifacts.paths import LOGITS
 from tests.flows.toy import MLFLOW, Flows, call, commit, stale
 from tests.flows.workspace.test_reproduce import MODEL, PARAMS, PIPELINE, repository
+from tests.tasks.training.test_saved_logits import recovered
 from tests.workspace import digests
 
 PROMOTION = """\
@@ -231,6 +233,27 @@ def test_a_version_without_its_model_stops_everything(main: Path, database: Path
     client.delete_logged_model(str(client.get_model_version("m", "1").source).removeprefix("models:/"))
     with pytest.raises(CannotCollect):
         collected()
+
+
+def test_saved_logits_stay_while_a_recipe_distills_them(main: Path) -> None:
+    run(1)
+    distilled = "recipes: {a: {recovery: {steps: 3, batch_size: 4, distillation: {layers: 0.0, top: %d}}}, b: {}}\n"
+    study = Path("params.yaml").read_text()
+    for top in (3, 4):
+        recovered(top)
+    Path("params.yaml").write_text(study + distilled % 3)
+    before = set(LOGITS.glob("*/*"))
+    assert collected()["saved logits"] == 1
+    (left,) = LOGITS.glob("*/*")
+    recovered(3)
+    assert [*LOGITS.glob("*/*")] == [left]
+    recovered(4)
+    assert set(LOGITS.glob("*/*")) == before
+    Path("params.yaml").write_text(study + distilled % 5)
+    assert collected()["saved logits"] == 2
+    assert [path.name for path in LOGITS.iterdir()] == ["lock"]
+    Path("params.yaml").write_text(study)  # whose recipes say nothing
+    assert collected()["saved logits"] == 0
 
 
 def test_the_command_removes_nothing_without_yes(main: Path, flows: Flows) -> None:

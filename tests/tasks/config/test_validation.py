@@ -250,6 +250,17 @@ def test_statistics_that_only_an_unused_recipe_reads_is_not_asked_for() -> None:
     assert mistakes(tiny(study={"recipes": ["svd"]}, importance={"statistics": ["fisher"]})) == []
 
 
+@pytest.mark.parametrize(("name", "value"), [("labels", "drawn"), ("clip", [0.1, 10.0]), ("edges", 0.125)])
+def test_a_setting_of_gradients_that_no_recipe_reads_is_refused(name: str, value: object) -> None:
+    set_ = {"importance": {name: value}}
+    assert mistakes(tiny(**set_)) == []  # kfac reads them
+    assert "study.recipes" in only(tiny(study={"recipes": ["svd"]}, **set_), f"importance.{name}")
+    fwsvd = mistakes(tiny(study={"recipes": ["fwsvd"]}, **set_))
+    assert len(fwsvd) == (name != "labels")  # which change Fisher's scores, too
+    refined = {"weighting": "inputs", "sequential": {"refine": {"error": "gradients"}}}
+    assert len(mistakes(tiny(study={"recipes": ["own"]}, recipes={"own": refined}, **set_))) == (name != "labels")
+
+
 COLUMNS = {
     "question_answering": {"text": "question", "text_pair": "context", "label": "answers"},
     "language_modeling": {"text": "text", "text_pair": None, "label": None},

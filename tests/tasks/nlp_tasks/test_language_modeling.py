@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -272,6 +273,7 @@ class TestStages:
         settings["study"]["recipes"] = list(recipes)
         settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt", "separator": "</s>", "examples": 5}}
         Path("data/raw/other.txt").write_text("\n".join(lines(2)))
+        settings["export"] = {"recipes": ["svd"]}
         write_params(workspace, settings)
         run_study(*recipes)
         said = capsys.readouterr().out
@@ -295,6 +297,13 @@ class TestStages:
         assert reports["kfac"]["texts"]["other"]["metric"] == pytest.approx(other.metric, rel=1e-5)
         assert reports["kfac"]["texts"]["other"]["examples"] == other.examples == 5
         assert reports["svd"]["texts"] == reports["svd"]["factorized_texts"]
+        files = json.loads(Path("reports/onnx/svd-0.5.json").read_text())
+        both = [report["texts"]["other"]["metric"] for report in (reports["svd"], files["onnx"])]
+        assert both[1] == pytest.approx(both[0], rel=1e-4)
+        written = Path("reports/runtimes.csv").read_text().splitlines()
+        table = {(row["model"], row["runtime"]): row for row in csv.DictReader(written)}
+        assert [float(table["svd-0.5", runtime]["texts.other"]) for runtime in ("torch", "onnx")] == both
+        assert files["int8"]["texts"]["other"]["metric"] == float(table["svd-0.5", "int8"]["texts.other"]) != both[1]
         assert (
             "linear layers read fewer tokens than they have input features"
             in Path("reports/comparison.html").read_text()

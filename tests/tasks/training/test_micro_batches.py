@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +122,33 @@ def test_padded_examples_weigh_as_in_the_whole_batch() -> None:
         torch.testing.assert_close(trained[1][name], values, rtol=1e-6, atol=1e-7)
 
 
-def test_adafactor_keeps_a_row_and_a_column_and_resumes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("optimizer", "most"),
+    [
+        ("adafactor", 1),
+        pytest.param(
+            "adamw_8bit",
+            4,  # small matrices and embeddings keep float32
+            marks=pytest.mark.skipif(not find_spec("bitsandbytes"), reason="bitsandbytes is not installed"),
+        ),
+    ],
+)
+def test_states_of_small_optimizers_are_small_and_resume(
+    optimizer: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """At most so many bytes a parameter, where AdamW has 8."""
     monkeypatch.setenv(SECONDS, "0")
 
     def trained(kill: int | None, **changes: Any) -> dict[str, torch.Tensor]:
-        model = bert()
-        train(model, collate(), rows(), CURVE, rules=[Kill(kill)], **{**OPTIONS, "optimizer": "adafactor", **changes})
+        model = bert(hidden_size=64, intermediate_size=128)
+        train(model, collate(), rows(), CURVE, rules=[Kill(kill)], **{**OPTIONS, "optimizer": optimizer, **changes})
         return dict(model.state_dict())
 
     whole = trained(None)
     with pytest.raises(Killed):
         trained(1)
-    sizes = [
-        values.numel()
-        for states in torch.load(next(Path().rglob("optimizer.pt")))["state"].values()
-        for values in states.values()
-        if isinstance(values, torch.Tensor)
-    ]
-    assert sum(sizes) < sum(values.numel() for values in whole.values()) / 4
+    states = torch.load(next(Path().rglob("optimizer.pt")))["state"]
+    assert size(states) < most * sum(values.numel() for values in whole.values())
     capsys.readouterr()
     resumed = trained(None)
     assert "goes on from step" in capsys.readouterr().out
@@ -150,7 +158,20 @@ def test_adafactor_keeps_a_row_and_a_column_and_resumes(
     assert any(not torch.equal(adamw[name], values) for name, values in whole.items())
 
 
+def size(states: Any) -> int:
+    """Bytes of the tensors in nested mappings."""
+    if isinstance(states, torch.Tensor):
+        return states.numel() * states.element_size()
+    return sum(map(size, states.values())) if isinstance(states, dict) else 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_an_optimizer_that_needs_a_gpu_is_refused_without_one() -> None:
-    with pytest.raises(StageError, match=r"\bpaged_adamw_8bit\b.*\bGPU\b.*\badafactor\b"):
-        train(bert(), collate(), rows(), CURVE, **OPTIONS, optimizer="paged_adamw_8bit")
+def test_what_an_optimizer_needs_is_named() -> None:
+    def trained(optimizer: str) -> None:
+        train(bert(), collate(), rows(), CURVE, **OPTIONS, optimizer=optimizer)
+
+    with pytest.raises(StageError, match=r"\bpaged_adamw_8bit\b.*\bGPU\b.*\badamw_8bit\b"):
+        trained("paged_adamw_8bit")
+    if not find_spec("bitsandbytes"):
+        with pytest.raises(StageError, match=r"\badamw_8bit\b.*\bpip install -U bitsandbytes\b.*\badafactor\b"):
+            trained("adamw_8bit")

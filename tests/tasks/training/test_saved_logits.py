@@ -17,9 +17,9 @@ from eckart.calibration.losses import Objective, sum_loss
 from eckart.recovery.distillation import Distillation
 from eckart.recovery.finetune import Finetune
 from eckart.recovery.recovery_problem import RecoveryProblem
+from tasks.artifacts.paths import LOGITS
 from tasks.config.schema import Trainer
 from tasks.training.recovery import recover
-from tasks.training.saved_logits import FOLDER
 from tests import tiny
 
 BLOCKS = 10
@@ -103,7 +103,7 @@ def test_only_examples_that_are_drawn_are_computed(passes: list[int]) -> None:
 
 def test_a_killed_computation_goes_on(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = recovered(3)
-    for file in [*FOLDER.rglob("*.npy"), *FOLDER.rglob("examples")]:
+    for file in [*LOGITS.rglob("*.npy"), *LOGITS.rglob("examples")]:
         file.unlink()
     del passes[:]
     counted, append = module.teach, module._append
@@ -131,7 +131,7 @@ def test_those_of_another_teacher_are_removed(passes: list[int]) -> None:
         return model
 
     recovered(3)
-    (before,) = (path for path in FOLDER.iterdir() if path.is_dir())
+    (before,) = (path for path in LOGITS.iterdir() if path.is_dir())
     recovered(3, teacher=other)
     assert sum(passes) == 2 * BLOCKS
     assert not before.exists()
