@@ -163,7 +163,7 @@ class Kfac(_Weighting):
     both.
     """
 
-    loss_unit = "increase of the loss per example"
+    loss_unit = "increase of the loss per example ÷ number of its labels"
     predicts_loss = True
 
     kind: Literal["kfac"] = Field(
