@@ -225,7 +225,7 @@ def _best_ways(states: Mapping[str, _State], ways: Mapping[Mlp, Sequence[_Way]],
         *states.values(),
         *(state for offered in ways.values() for way in offered for state in way.all_states),
     ]
-    low, high = 0.0, 2 * max((0.0, *(state.best(budget)[0] for state in everything)))
+    low, high = 0.0, 2 * max((0.0, *(state.best(state.costs[-1])[0] for state in everything)))
     while best(high)[0] > budget:  # the smallest width may cost more than rank 1 of the layers, and save much loss
         low, high = high, 2 * high
     for _ in range(_BISECTIONS):
