@@ -326,10 +326,8 @@ class EckartConfig(QuantizationConfig):
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(child, [child])]
-        parts, low_rank = (
-            [self.parts.get(name, Part(None)) for name in names],
-            any(name in self.parts for name in names),
-        )
+        parts = [self.parts.get(name, Part(None)) for name in names]
+        low_rank = any(name in self.parts for name in names)
         if all(name in self.narrowed for name in names):
             shapes = [self.narrowed[name] for name in names]
             return NarrowedLowRankMethod(prefix, shapes, parts) if low_rank else NarrowedMethod(prefix, shapes)

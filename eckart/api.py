@@ -150,10 +150,9 @@ class Report:
             ("MACs", f"{_change(self.macs)} an example"),
             (
                 "targets",
-                f"{len(self.targets)}: {len(ranks)} factorized, "
-                + f"{len(narrowed)} with fewer neurons, " * bool(narrowed)
-                + f"{len(dense)} left dense"
-                + (f" ({unshrinkable} because no rank makes them smaller)" if unshrinkable else ""),
+                f"{len(self.targets)}: {len(ranks)} factorized, {len(dense)} left dense"
+                + (f" ({unshrinkable} because no rank makes them smaller)" if unshrinkable else "")
+                + f"; {len(narrowed)} have fewer neurons" * bool(narrowed),
             ),
         ]
         if ranks:
@@ -588,7 +587,8 @@ def _check_number(name: str, number: Any) -> None:
 
 
 def _default_recipe(model: PreTrainedModel) -> str:
-    return "narrowed" if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "anchored"
+    names = {kind.__name__ for kind in type(model).__mro__}
+    return "anchored" if names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) else "narrowed"
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

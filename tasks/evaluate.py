@@ -89,8 +89,8 @@ def evaluate(recipe: str, keep: str) -> None:
 def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scorer: Scorer) -> dict[str, float]:
     """Return target name → increase of the original model's loss if only this target is replaced with its factors.
 
-    Targets that stay dense are missing. The result is empty if evaluate.probes is 0, or if the rank search predicted no
-    losses with which these could be compared.
+    Targets that stay dense or lose neurons are missing. The result is empty if evaluate.probes is 0, or if the rank
+    search predicted no losses with which these could be compared.
     """
     settings, kind = scorer.settings, kind_of(scorer.task)
     if not settings.probes or decision.predicted_loss is None:

@@ -199,12 +199,14 @@ def _amending(
 ) -> dict[str, Any]:
     """Return only the changes that the user asked for and those that follow from them; other parameters must stay."""
     columns = options.text or options.text_pair or options.label or options.task
-    decided = {"source", "splits", "sizes"} if options.data else set()
+    data = changes.get("data", {})
+    decided = {"source", "splits"} if options.data else set()
+    if options.data and "train" in data.get("sizes", {}):  # the number of its rows; else sizes do not follow from it
+        decided.add("sizes")
     if options.data or columns:
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:
         decided.add("max_length")
-    data = changes.get("data", {})
     if data.get("task") != present["data"]["task"]:
         decided.add("metric")
     amending = {"data": {name: value for name, value in data.items() if name in decided}}

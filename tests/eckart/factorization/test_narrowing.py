@@ -301,6 +301,14 @@ def test_the_smallest_width_is_not_taken_where_only_rank_1_is_paid_for() -> None
     assert set(report.ranks.values()) == {1}
 
 
+def test_a_budget_that_pays_for_no_move_leaves_rank_1() -> None:
+    """A layer of 16 × 16 has no multiple of 8 below break-even, and cannot be dense at keep 0.2."""
+    model, batch = drawn("causal")
+    targets = find_targets(model, batch).targets[:1]
+    problem = replace(problem_of(model, batch, targets, Inputs(), ["inputs"]), keep=0.2)
+    assert {*Waterfill(narrow=True).search(problem).ranks.values()} == {1}
+
+
 def test_contradictions_say_what_to_write() -> None:
     recipe = Recipe.model_validate(complete(NARROW | {"residual": "sparse_rows", "recovery": "mixed_rank"}))
     found = [message for part, message in contradictions(recipe) if part == "ranks"]

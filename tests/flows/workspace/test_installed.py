@@ -245,6 +245,17 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     assert (shop / "params.yaml").read_bytes() == same
 
 
+def test_other_text_keeps_the_number_of_blocks(own: Path) -> None:
+    for name in ("first.txt", "second.txt"):
+        Path(name).write_text("\n".join(f"a good movie {number}" for number in range(2000)))
+    text = InitOptions("my-model", Path("first.txt"), None, None, None, "language_modeling")
+    new_workspace.init(Path("shop"), text)
+    yaml_edit.update({"data": {"sizes": {"calibration": 7}}}, Path("shop/params.yaml"))
+    new_workspace.init(Path("shop"), replace(text, base=None, data=Path("second.txt")), again=True)
+    data = params(Path("shop"))["data"]
+    assert (data["source"], data["sizes"]["calibration"]) == ("data/raw/second.txt", 7)
+
+
 def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
     known = bert(id2label={0: "negative", 1: "positive"})
     known.save_pretrained("my-model")
