@@ -44,29 +44,26 @@ linear layers then get smaller ranks and embeddings larger ones.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
-from torch import Tensor
 
 from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_neurons, order_neurons
 from eckart.factorization.weighted_svd import spectrum
 from eckart.factorization.weightings import ErrorNorm, weigh
 from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
-from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
+from eckart.ranks.budget import Ranks, ranked_allowance
+from eckart.ranks.hull import State, spend, vertices
+from eckart.ranks.mlp_ways import Way, fill
 from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 _STEPS = 48  # about as many widths are tried for an MLP
 _PARTS = 8  # its layers get pivots, too, at widths of 2, 3, … of as many parts of its neurons
-_BISECTIONS = 60
 
 
 class Filling(Method):
@@ -84,15 +81,15 @@ class Filling(Method):
     def filled(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Return the ranks of all targets; each gets at least rank 1, or stays dense if no rank makes it smaller."""
         budget, states = ranked_allowance(targets, keep), self._states(targets, spectra)
-        _spend(list(states.values()), budget)
+        spend(list(states.values()), budget)
         return {name: state.choice for name, state in states.items()}
 
-    def _states(self, targets: Sequence[Target], spectra: Spectra) -> dict[str, _State]:
+    def _states(self, targets: Sequence[Target], spectra: Spectra) -> dict[str, State]:
         states = {}
         for target in targets:
             price = self.embedding_price if target.looks_up else 1.0
             savings = losses_of_components(spectra[target.name].double()) / price
-            states[target.name] = _State.of(target, savings, self.multiple)
+            states[target.name] = State.of(target, savings, self.multiple)
         return states
 
 
@@ -120,19 +117,17 @@ class Waterfill(Filling, ByFormula):
         states, orders, ways = self._states(problem.targets, spectra), {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
             order = orders[mlp] = self._order(problem, mlp)
-            in_ranks = _Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
+            in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
             ways[mlp] = [in_ranks, _narrowing(problem, mlp, order), *self._both(problem, mlp, order)]
         # the search is greedy, so fewer ways may turn out better
-        fillings = [_filled(states, {mlp: ways[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)]
-        best = min(fillings, key=lambda filling: filling.loss)
-        ranks: dict[str, Rank] = {target.name: None for target in problem.targets}
-        ranks |= {name: state.choice for name, state in best.states.items()}
-        widths = {}
-        for mlp, way in best.ways.items():
-            ranks |= {name: state.choice for name, state in way.states.items()}
-            if way.width is not None and (neurons := way.width.choice) is not None:
-                spectra = {**spectra, **way.spectra}
-                widths[mlp.down] = Width(up=mlp.up, kept=orders[mlp].kept(neurons), loss=way.width.loss)
+        fillings = [fill(states, {mlp: ways[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)]
+        best = min(fillings, key=lambda filled: filled.loss)
+        ranks = {target.name: best.ranks.get(target.name) for target in problem.targets}
+        widths = {
+            mlp.down: Width(up=mlp.up, kept=orders[mlp].kept(neurons), loss=loss)
+            for mlp, (neurons, loss) in best.narrowed.items()
+        }
+        spectra = {**spectra, **{name: values for way in best.ways.values() for name, values in way.spectra.items()}}
         remark = "" if mlps else "narrow: no MLP was found whose neurons can be left out"
         return SearchResult(ranks, spectra, remark=remark, widths=widths)
 
@@ -151,7 +146,7 @@ class Waterfill(Filling, ByFormula):
         step = self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
         return order_neurons(weight, weigh(problem.weighting, down, problem.statistics), step)
 
-    def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[_Way]:
+    def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
         """Yield ways in which an MLP loses neurons and its layers get pivots, at some of the widths of `order`."""
         targets = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
         if targets[0].storage != "pivoted":
@@ -169,201 +164,13 @@ class Waterfill(Filling, ByFormula):
                 sides = of_neurons(norm.left, rows, neurons), of_neurons(norm.right, columns, neurons)
                 spectra[name] = spectrum(smaller, ErrorNorm(*sides))
             states = self._states(narrowed(targets, {mlp.down: width}), spectra)
-            yield _Way(states, _State([width.neurons], [0], [width.loss], [1]), spectra)
+            yield Way(states, State([width.neurons], [0], [width.loss], [1]), spectra)
 
 
-def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> _Way:
+def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:
     """Return the way in which an MLP only gets a width."""
     members = {target.name: target for target in problem.targets}
     price = sum(members[name].in_features for name in mlp.up) + members[mlp.down].out_features  # of a neuron
     widths, losses = order.widths[1:], order.losses[1:]
     costs = [price * width for width in widths]
-    return _Way({}, _State([*widths[:-1], None], costs, losses, _vertices(costs, losses)))
-
-
-def _filled(states: Mapping[str, _State], ways: Mapping[Mlp, Sequence[_Way]], budget: int) -> _Filling:
-    """Choose one of the ways of each MLP, then spend the budget."""
-    chosen = _best_ways(states, ways, budget)
-    filling = _Filling(
-        {name: replace(state) for name, state in states.items()}, {mlp: way.copy() for mlp, way in chosen.items()}
-    )
-    _spend(filling.all_states, budget)
-    return filling
-
-
-def _spend(states: Sequence[_State], budget: int) -> None:
-    """Move `states` up by the moves that save the most loss per parameter, until no move is within the budget."""
-    left = budget - sum(state.cost for state in states)
-    queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
-    heapq.heapify(queue)
-    while queue:
-        promised, number = heapq.heappop(queue)
-        slope, position = states[number].best(left)
-        if slope < 0:
-            continue
-        if slope >= -promised:  # otherwise another target may save more, so queue it again
-            left += states[number].cost
-            states[number].position = position
-            left -= states[number].cost
-        heapq.heappush(queue, (-states[number].best(left)[0], number))
-
-
-def _best_ways(states: Mapping[str, _State], ways: Mapping[Mlp, Sequence[_Way]], budget: int) -> Mapping[Mlp, _Way]:
-    """Return the best way of each MLP at the price that fits the budget.
-
-    At a price of parameters, each target and each MLP takes the choice of least loss + price · parameters. The price is
-    found by bisection, as the smallest at which all choices are within the budget.
-    """
-
-    def best(price: float) -> tuple[int, dict[Mlp, _Way]]:
-        spent, chosen = sum(state.at(price)[0] for state in states.values()), {}
-        for mlp, offered in ways.items():
-            points = [way.at(price) for way in offered]
-            number = min(range(len(points)), key=lambda place: points[place][1] + price * points[place][0])
-            spent += points[number][0]
-            chosen[mlp] = offered[number]
-        return spent, chosen
-
-    everything = [
-        *states.values(),
-        *(state for offered in ways.values() for way in offered for state in way.all_states),
-    ]
-    low, high = 0.0, 2 * max((0.0, *(state.best(state.costs[-1])[0] for state in everything)))
-    while best(high)[0] > budget:  # the smallest width may cost more than rank 1 of the layers, and save much loss
-        low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if best(middle)[0] <= budget else (middle, high)
-    return best(high)[1]
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A way to compress an MLP.
-
-    Attributes:
-        states: target → its state; none if the layers stay dense.
-        width: state of the MLP, whose choices are numbers of neurons: all widths, or the one for which `states` are;
-            None if the MLP keeps all its neurons.
-        spectra: singular values of the smaller layers, for `states` of one width.
-    """
-
-    states: Mapping[str, _State]
-    width: _State | None = None
-    spectra: Spectra = field(default_factory=dict)
-
-    @property
-    def all_states(self) -> list[_State]:
-        return [*self.states.values(), *([] if self.width is None else [self.width])]
-
-    def at(self, price: float) -> tuple[int, float]:
-        """Return cost and loss at the choices of least loss + price · cost."""
-        points = [state.at(price) for state in self.all_states]
-        return sum(cost for cost, _ in points), sum(loss for _, loss in points)
-
-    def copy(self) -> _Way:
-        states = {name: replace(state) for name, state in self.states.items()}
-        return replace(self, states=states, width=self.width and replace(self.width))
-
-
-@dataclass(frozen=True)
-class _Filling:
-    """The states of all targets and MLPs after the budget is spent."""
-
-    states: Mapping[str, _State]
-    ways: Mapping[Mlp, _Way]
-
-    @property
-    def all_states(self) -> list[_State]:
-        return [*self.states.values(), *(state for way in self.ways.values() for state in way.all_states)]
-
-    @property
-    def loss(self) -> float:
-        return sum(state.loss for state in self.all_states)
-
-
-@dataclass
-class _State:
-    """State of one target in the search: the ranks that it may have, and the position of its current rank among them.
-
-    Attributes:
-        choices: rank 1 and the multiples, or numbers of neurons, ascending; then None for dense.
-        costs: number of parameters of each choice, ascending.
-        losses: predicted loss at each choice, descending.
-        vertices: for each choice, the position of the next choice on the lower convex hull of the later choices.
-    """
-
-    choices: Sequence[Rank]
-    costs: Sequence[int]
-    losses: Sequence[float]
-    vertices: Sequence[int]
-    position: int = 0
-
-    @classmethod
-    def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
-        """Return the state of `target` at its smallest choice, with which the search begins.
-
-        Args:
-            savings: predicted loss that each component saves, `(components,)`.
-        """
-        largest = largest_rank(target)
-        ranks = sorted({*range(1, min(largest, 1) + 1), *range(multiple, largest + 1, multiple)})
-        tails = savings.flip(0).cumsum(0).flip(0).tolist()
-        costs = [*(cost(target, rank) for rank in ranks), target.parameters]
-        losses = [*(tails[rank] for rank in ranks), 0.0]
-        return cls([*ranks, None], costs, losses, _vertices(costs, losses))
-
-    @property
-    def cost(self) -> int:
-        return self.costs[self.position]
-
-    @property
-    def loss(self) -> float:
-        return self.losses[self.position]
-
-    @property
-    def choice(self) -> Rank:
-        return self.choices[self.position]
-
-    def at(self, price: float) -> tuple[int, float]:
-        """Return cost and loss of the choice with the least loss + price · cost on the hull above the first choice."""
-        position = 0
-        while position < len(self.choices) - 1:
-            vertex = self.vertices[position]
-            if _slope(self.costs, self.losses, position, vertex) <= price:
-                break
-            position = vertex
-        return self.costs[position], self.losses[position]
-
-    def best(self, left: int) -> tuple[float, int]:
-        """Return the largest loss saved per parameter by a move that costs at most `left`, and the position after it.
-
-        The saving is negative if no move is possible.
-        """
-        if self.position == len(self.choices) - 1:
-            return -1.0, self.position
-        vertex = self.vertices[self.position]
-        if self.costs[vertex] <= self.cost + left:
-            return _slope(self.costs, self.losses, self.position, vertex), vertex
-        payable = range(self.position + 1, bisect_right(self.costs, self.cost + left))
-        slopes = ((_slope(self.costs, self.losses, self.position, there), there) for there in payable)
-        return max(slopes, default=(-1.0, self.position))
-
-
-def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
-    """Return, for each choice, the later choice that saves the most loss per parameter; of several, the last one.
-
-    Choices are given by their positions. The last choice has no later one; its entry is the position after the end.
-    """
-    hull, vertices = [len(costs) - 1], [len(costs)] * len(costs)
-    for here in reversed(range(len(costs) - 1)):
-        while len(hull) > 1 and _slope(costs, losses, here, hull[-2]) >= _slope(costs, losses, here, hull[-1]):
-            hull.pop()
-        vertices[here] = hull[-1]
-        hull.append(here)
-    return vertices
-
-
-def _slope(costs: Sequence[int], losses: Sequence[float], here: int, there: int) -> float:
-    """Return the loss saved per parameter by going from choice `here` to choice `there`."""
-    return (losses[here] - losses[there]) / (costs[there] - costs[here])
+    return Way({}, State([*widths[:-1], None], costs, losses, vertices(costs, losses)))
