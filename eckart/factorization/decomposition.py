@@ -51,9 +51,7 @@ def decompose_target(
         if isinstance(target, Product):
             return decompose_product(model, target, weighting, statistics)
         weight, norm = weight_of(model.get_submodule(target.name)), weigh(weighting, target, statistics)
-        rows, columns = weight.shape
-        sides = of_neurons(norm.left, rows, neurons), of_neurons(norm.right, columns, neurons)
-        return decompose(weight, ErrorNorm(*sides))
+        return decompose(weight, of_neurons(norm, weight, neurons))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
 

@@ -114,7 +114,18 @@ def fitted(weight: Tensor, moment: Side, neurons: Tensor) -> Tensor:
     return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False)
 
 
-def of_neurons(side: Side, size: int, neurons: Tensor | None) -> Side:
+def of_neurons(norm: ErrorNorm, weight: Tensor, neurons: Tensor | None) -> ErrorNorm:
+    """Return the part of a norm that belongs to the `neurons` that a layer has left; None: all.
+
+    Args:
+        norm: norm of the errors of the original layer.
+        weight: weight of the smaller layer, `(out, in)`.
+    """
+    rows, columns = weight.shape
+    return ErrorNorm(_part(norm.left, rows, neurons), _part(norm.right, columns, neurons))
+
+
+def _part(side: Side, size: int, neurons: Tensor | None) -> Side:
     """Return the part of a side of a norm that belongs to `neurons`; the whole side if it has `size` features already.
 
     Args:

@@ -53,7 +53,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_neurons, order_neurons
 from eckart.factorization.weighted_svd import spectrum
-from eckart.factorization.weightings import ErrorNorm, weigh
+from eckart.factorization.weightings import weigh
 from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, ranked_allowance
@@ -160,9 +160,7 @@ class Waterfill(Filling, ByFormula):
             for name, weight in weights.items():
                 neurons, norm = torch.tensor(width.kept, device=weight.device), norms[name]
                 smaller = fitted(weight, norm.right, neurons) if name == mlp.down else weight[neurons]
-                rows, columns = smaller.shape
-                sides = of_neurons(norm.left, rows, neurons), of_neurons(norm.right, columns, neurons)
-                spectra[name] = spectrum(smaller, ErrorNorm(*sides))
+                spectra[name] = spectrum(smaller, of_neurons(norm, smaller, neurons))
             states = self._states(narrowed(targets, {mlp.down: width}), spectra)
             yield Way(states, State([width.neurons], [0], [width.loss], [1]), spectra)
 
