@@ -33,6 +33,7 @@ NAMES = {
     "losparse": "LoSparse",
     "kfac": "kfac (ours)",
     "anchored": "anchored (ours)",
+    "narrowed": "narrowed (ours)",
 }
 
 

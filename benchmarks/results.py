@@ -252,6 +252,27 @@ def language() -> str:
     return markdown(heads, lines, left=2)
 
 
+def untrained() -> str:
+    """Return the table of SmolLM2-135M in the protocol of papers, and how many times worse than the original it is."""
+    study, texts = "lm-standard-short", ("editorials", "news")
+    original = rows(study, ORIGINAL).iloc[0]
+    first = [rounded(original.dense), *(rounded(original[f"dense.texts.{text}"]) for text in texts)]
+    lines = [["original", "", first[0], "", *first[1:], "1.00 ×"]]
+    for keep in sorted({*read(study).keep} - {1.0}, reverse=True):
+        for recipe in ("drone", "narrowed"):
+            own = rows(study, recipe, keep).iloc[0]
+            times = [1 + bound / own.dense for bound in (own.from_dense_low, own.from_dense_high)]
+            interval = f"{ratio(own.factorized / own.dense)} ({times[0]:.2f} to {times[1]:.2f})"
+            others = [own[f"factorized.texts.{text}"] for text in texts]
+            cells = [
+                f"{rounded(value)}, {ratio(value / own[f'dense.texts.{text}'])}"
+                for text, value in zip(texts, others, strict=True)
+            ]
+            speed = ratio(own.speedup)
+            lines.append([NAMES[recipe], f"{keep:g}", rounded(own.factorized), interval, *cells, speed])
+    return markdown(["model", "keep", "WikiText-2", "vs. original", *texts, "speed"], lines, left=1)
+
+
 # files to ship: docs/results/shipping.md and README.md
 
 TASKS = ("linear-layers", "embeddings")
@@ -519,6 +540,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
+    "untrained": untrained,
     "ship": ship,
     "processors": processors,
     "of-torch": of_torch,
