@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ars": {"ranks": FEW},
     "drone_tolerance": {"ranks": {"grid": 3, "examples": 8}},
     "softlm": {"ranks": {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}},
-    "lpaf": {"shaping": FEW},
+    "lpaf_sensitivity": {"shaping": FEW},
     "losparse": {"residual": {"low_rank": 0.2}},
 }
 RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,10 +59,10 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "pruned_in_order": (
-        "lpaf",
+        "lpaf_sensitivity",
         {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": IN_ORDER, "recovery": DISTILLED},
     ),
-    "pruned_base": ("lpaf", {"source": "base", "shaping": {**FEW, "learning_rate": 1e-12}}),
+    "pruned_base": ("lpaf", {"shaping": {**FEW, "learning_rate": 1e-12}}),
     "losparse_base": ("losparse", {"source": "base", "residual": {"low_rank": 0.2}}),
     "svd_at_drone": (
         "svd",
@@ -246,7 +246,7 @@ def test_shaping_may_start_from_the_base_model(name: str) -> None:
         torch.testing.assert_close(after, torch.where(after != 0, before, 0))
 
 
-@pytest.mark.parametrize("name", ["pruned_base", "lpaf", "kfac_lpaf", "pruned_in_order"], indirect=True)
+@pytest.mark.parametrize("name", ["pruned_base", "lpaf_sensitivity", "kfac_lpaf", "pruned_in_order"], indirect=True)
 def test_shaping_prunes_the_weights_that_are_factorized(name: str) -> None:
     weights = load_file(f"models/ranks/{name}/shaped/model.safetensors")
     for target in read("data/importance/targets.json")["targets"]:
