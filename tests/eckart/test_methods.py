@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_lpaf": ("kfac", {"shaping": {"kind": "pruning", "score": "zero_order", **PRUNING, **FEW}}),
-    "elements": ("ars", {"ranks": {"selection": "elements", **FEW}}),
+    "elements": ("ars", {"ranks": {"selection": "elements", "split": "calibration", **FEW}}),
     "gates": ("ars", {"ranks": {"hypernetwork": False, "examples": 6, **FEW}}),
     "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
     "kfac_anchored": (
@@ -254,9 +254,9 @@ def test_shaping_prunes_the_weights_that_are_factorized(name: str) -> None:
         assert int((weight != 0).sum()) == round(0.5 * weight.numel())
 
 
-@pytest.mark.parametrize(("recipe", "seen"), [("ars", 32), ("gates", 6)])
-def test_a_search_trains_on_its_calibration_examples(recipe: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 32; the recipe `gates` asks for six."""
+@pytest.mark.parametrize(("recipe", "seen"), [("ars", 32), ("gates", 6), ("elements", 16)])
+def test_a_search_trains_on_the_examples_it_asks_for(recipe: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 32; the recipe `gates` asks for six, and `elements` for the 16 of the calibration."""
     examples = []
 
     def recording(model: Any, collate: Any, data: Any, *arguments: Any, **options: Any) -> int:
