@@ -229,7 +229,7 @@ class _RuleTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.rate)
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.rate)  # type: ignore[arg-type]  # has one by now
         return self.lr_scheduler
 
     def compute_loss(
