@@ -239,11 +239,11 @@ def test_a_two_phase_recovery_prunes_first_and_distills_then(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pruned_base"], indirect=True)
 def test_shaping_may_start_from_the_base_model(name: str) -> None:
-    """Its learning rate is so small that no weight moves."""
+    """Its learning rate is so small that no weight moves; one that was zeroed and comes back stays near 0."""
     untaught, shaped = (load_file(f"models/{at}/model.safetensors") for at in ("untaught", f"ranks/{name}/shaped"))
     for target in read("data/importance/targets.json")["targets"]:
         before, after = (weights[f"{target['name']}.weight"] for weights in (untaught, shaped))
-        torch.testing.assert_close(after, torch.where(after != 0, before, 0))
+        torch.testing.assert_close(after, torch.where(after.abs() > 1e-9, before, 0))
 
 
 @pytest.mark.parametrize("name", ["pruned_base", "lpaf_sensitivity", "kfac_lpaf", "pruned_in_order"], indirect=True)
