@@ -29,6 +29,7 @@ NAMES = {
     "ars": "ARS",
     "drone": "DRONE",
     "lpaf": "LPAF",
+    "lpaf_sensitivity": "LPAF (sensitivity)",
     "softlm": "SoftLM",
     "losparse": "LoSparse",
     "kfac": "kfac (ours)",

@@ -101,6 +101,25 @@ PUBLISHED: Mapping[str, Published] = {
     "lpaf": Published(
         "LPAF (Ren and Zhu, LREC-COLING 2024)",
         "https://arxiv.org/abs/2306.14152",
+        {
+            "source": "base",
+            # ten epochs of 3,000 examples at the teacher's rate, for the model learns the task meanwhile (choice)
+            "shaping": {
+                "kind": "pruning",
+                "score": "first_order",
+                "steps": 940,
+                "batch_size": 32,
+                "learning_rate": 1e-4,
+                "remaining": [0.75, 0.5, 0.25, 0.1],
+            },
+            "weighting": "movement",
+            "ranks": {"kind": "uniform", "by": "rank"},
+            "recovery": "mixed_rank",
+        },
+    ),
+    "lpaf_sensitivity": Published(
+        "LPAF with other scores, pruning the original model for a few steps (ours)",
+        None,
         {"shaping": "pruning", "weighting": "movement", "recovery": "mixed_rank"},
     ),
     "losparse": Published(

@@ -148,6 +148,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Yield each contradiction between parts of `recipe`, with the path of a part and what to write there instead."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
+    yield from _rate_contradictions(recipe)
     if recipe.source == "base":
         for part in (recipe.weighting, recipe.ranks):
             if part.statistics:
@@ -160,6 +161,15 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
             )
     if recipe.sequential is not None:
         yield from _order_contradictions(recipe)
+
+
+def _rate_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
+    for part in PARTS:
+        method: Method | None = getattr(recipe, part)
+        for place, training in method.trainings.items() if method else ():
+            if training.schedule == "constant" and training.last_rate:
+                path = ".".join(filter(None, (part, place, "last_rate")))
+                yield path, "has no effect, because the schedule is constant; write 0.0, or linear or cosine there"
 
 
 def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:

@@ -24,7 +24,7 @@ from eckart.model.experts import unfuse
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
 from eckart.ranks.search import ChosenRanks, search_ranks
-from eckart.ranks.search_problem import SearchProblem
+from eckart.ranks.search_problem import SearchProblem, SearchSplit
 from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
 from eckart.shaping import Shaping
@@ -123,9 +123,11 @@ class _Data:
         if leads():
             self.curve.write_text("")
 
-    def train(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None:
-        """Train the model on at most `examples` random training examples (None: all), then move it to the CPU."""
-        data = self.encoded("train")
+    def train(
+        self, settings: Optimization, rule: Rule, examples: int | None = None, split: SearchSplit = "train"
+    ) -> None:
+        """Train the model on at most `examples` random examples of `split` (None: all), then move it to the CPU."""
+        data = self.encoded(split)
         if examples is not None and examples < len(data):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))
             data = data.select(order[:examples].tolist())

@@ -35,7 +35,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from math import ceil, cos, pi
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -50,6 +50,7 @@ from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
 from eckart.model.module_context import frozen
 from eckart.model.targets import Product, Target, in_router
+from eckart.training.learning_rate import Schedule, share_of_peak
 
 if TYPE_CHECKING:
     from eckart.ranks.budget import Ranks  # the ranks import this package
@@ -68,6 +69,10 @@ class Refine(BaseModel):
 
     passes: int = Field(5, ge=1, description="passes over the calibration examples for each block; AA-SVD takes 25")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
+    schedule: Schedule = Field(
+        "cosine",
+        description="learning rate after a warm-up: constant; linear and cosine fall to a tenth of the peak",
+    )
     batch_size: int = Field(8, ge=1, description="examples in each step; AA-SVD takes 32")
     error: ErrorKind = Field(
         "squared",
@@ -297,8 +302,11 @@ class _Training:
             (self.missed(part) / (level * tokens)).backward()
         nn.utils.clip_grad_norm_(self.trained.values(), LARGEST_NORM)
         for group in self.optimizer.param_groups:
-            group["lr"] = _rate(self.steps, total) * self.settings.learning_rate
+            group["lr"] = self._rate(total) * self.settings.learning_rate
         self.optimizer.step()
+
+    def _rate(self, total: int) -> float:
+        return share_of_peak(self.settings.schedule, self.steps, total, ceil(WARMUP * total), LAST_RATE)
 
     def copy(self) -> dict[str, Tensor]:
         return {name: values.detach().clone() for name, values in self.trained.items()}
@@ -336,14 +344,6 @@ def _joined(parts: Iterable[_Part], size: int) -> Iterator[list[_Part]]:
             joined = []
         joined.append(part)
     yield joined
-
-
-def _rate(step: int, total: int) -> float:
-    """Return the learning rate of a step, from 1 to `total`, as a share of the peak: a linear rise, then a cosine."""
-    rising = ceil(WARMUP * total)
-    if step <= rising:
-        return step / rising
-    return LAST_RATE + (1 - LAST_RATE) * (1 + cos(pi * (step - rising) / (total - rising))) / 2
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

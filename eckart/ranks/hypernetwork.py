@@ -41,8 +41,9 @@ from eckart.factorization.weighted_svd import Decomposition
 from eckart.model.layers import LowRankLinear, factorize_target, replace, set_weight
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
-from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
+from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult, SearchSplit
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.training.learning_rate import Schedule
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
@@ -55,7 +56,6 @@ class Hypernetwork(Optimization, Method):
     alone = True
     one_pass: ClassVar = True
     asks_frozen: ClassVar = True
-    schedule = "constant"  # as in section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
         "it.",
@@ -71,12 +71,18 @@ class Hypernetwork(Optimization, Method):
     )
     steps: int = Field(750, ge=1, description="optimizer steps of the search; the weights are frozen")
     batch_size: int = Field(32, ge=1, description="examples in each step")
-    learning_rate: float = Field(1e-3, gt=0, description="learning rate; constant after the warm-up")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate, after the warm-up")
     warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the learning rate rises")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
-    examples: int | None = Field(
-        4000, ge=1, description="maximum number of training examples for the search; null: all"
+    schedule: Schedule = Field(
+        "constant", description="learning rate after the warm-up: constant; linear and cosine fall to last_rate"
     )
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    split: SearchSplit = Field(
+        "train",
+        description="examples that the search trains on. train: those of the fine-tuning; calibration: those of the "
+        "calibration statistics, which can be of another text (data.calibration_texts)",
+    )
+    examples: int | None = Field(4000, ge=1, description="maximum number of these examples; null: all")
     budget_weight: float = Field(16.0, gt=0, description="weight λ of the penalty R on parameters above the budget")
     alignment_weight: float = Field(
         10.0, ge=0, description="weight γ of R_align, which makes masks keep the largest singular values; 0: none"
@@ -107,7 +113,7 @@ class Hypernetwork(Optimization, Method):
     def search(self, problem: SearchProblem) -> SearchResult:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
-        problem.train(self, rule, self.examples)
+        problem.train(self, rule, self.examples, self.split)
         if self.selection == "ranks":
             return SearchResult(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
         for name, weight in rule.selected_weights().items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Spectra = Mapping[str, Tensor]
 """Target name → its weighted singular values `(min(out, in),)`, descending."""
 
+SearchSplit = Literal["train", "calibration"]
+"""A split that a search may train on."""
+
 KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized at this step."}
 """Caption of the measure `kept`, which several searches report."""
 
@@ -42,11 +45,13 @@ def losses_of_components(spectrum: Tensor) -> Tensor:
 class Train(Protocol):
     """Function that trains the search's model on the task, with the common training loop, and leaves it on the CPU.
 
-    Its arguments are the settings of the optimizer, the training rule of the method, and the largest number of training
-    examples to use, drawn at random (None: all).
+    Its arguments are the settings of the optimizer, the training rule of the method, the largest number of examples to
+    use, drawn at random (None: all), and the split that they are taken from.
     """
 
-    def __call__(self, settings: Optimization, rule: Rule, examples: int | None = None) -> None: ...
+    def __call__(
+        self, settings: Optimization, rule: Rule, examples: int | None = None, split: SearchSplit = "train"
+    ) -> None: ...
 
 
 class Calibration(Protocol):

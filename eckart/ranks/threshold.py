@@ -44,6 +44,7 @@ from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total
 from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.training.learning_rate import Schedule
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
@@ -60,14 +61,16 @@ class Threshold(Optimization, Method):
     alone = True
     one_pass: ClassVar = True
     leaves_low_rank: ClassVar = True
-    schedule = "constant"  # so that `steps` limits the training and has no effect on the learning rate
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
     kind: Literal["threshold"] = Field("threshold", description="learns a soft threshold on singular values (SoftLM)")
     steps: int = Field(3000, ge=1, description="maximum number of optimizer steps; the search ends when keep is met")
     batch_size: int = Field(32, ge=1, description="examples in each step")
-    learning_rate: float = Field(2e-5, gt=0, description="learning rate; constant after the warm-up")
+    learning_rate: float = Field(2e-5, gt=0, description="peak learning rate, after the warm-up")
     warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the learning rate rises")
+    schedule: Schedule = Field(
+        "constant", description="learning rate after the warm-up: constant; linear and cosine fall to last_rate"
+    )
     sharpness: float = Field(
         10.0, gt=0, description="steepness s of the soft threshold, which rises within about 2/s of α"
     )

@@ -5,8 +5,9 @@ Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 
 The paper uses first-order scores, because they tend to empty whole rows, so that the remaining weights have low rank;
 magnitudes do not (its section 3). `sensitivity` is the same product without its sign. It is in a draft in the paper's
 source but not in its text (choice, for our use). Signed scores prune weights that training moved towards zero, however
-large they are. In our short trainings, that leaves the model at chance level, whether it starts from the pre-trained
-model, as in the paper, or from the fine-tuned one (docs/explanation/methods/lpaf.md).
+large they are. In trainings of 60 steps, that leaves the model at chance level, whether it starts from the pre-trained
+model, as in the paper, or from the fine-tuned one. So the recipe `lpaf`, which has signed scores, trains for many steps
+(docs/explanation/methods/lpaf.md).
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ Labels = Literal["given", "expected", "drawn"]
 Given = Literal["train", "validation", "test"]
 """A split that the source of the data may already have."""
 Optimizer = Literal["adamw", "adafactor", "adamw_8bit", "paged_adamw_8bit"]
+Schedule = Literal["constant", "linear", "cosine"]  # as in eckart/training/learning_rate.py, whose package loads torch
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
@@ -304,10 +305,14 @@ class Model(Section):
 class Training(Section):
     epochs: NonNegativeFloat = Field(1, description="passes over train; 0: the base model stays as it is")
     batch_size: Count = Field(32, description="examples in each step")
-    learning_rate: PositiveFloat = Field(1e-4, description="peak learning rate, after the warm-up; falls linearly to 0")
+    learning_rate: PositiveFloat = Field(1e-4, description="peak learning rate, after the warm-up")
     warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.1, description="share of the steps in which the learning rate rises"
     )
+    schedule: Schedule = Field(
+        "linear", description="learning rate after the warm-up: constant; linear and cosine fall to last_rate"
+    )
+    last_rate: Fraction = Field(0.0, description="last learning rate of a linear or cosine schedule, ÷ the peak")
     weight_decay: NonNegativeFloat = Field(0.01, description="weight decay of AdamW")
 
 

@@ -169,6 +169,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _task_mistakes(task, metric, typed, content["data"])
         if not task_class(task).running_text:
             yield from _saved_logits(task, used_recipes)
+    if (teacher := typed["teacher"]) and teacher.schedule == "constant" and teacher.last_rate:
+        yield "teacher.last_rate: has no effect, because the schedule is constant; write 0.0, or linear or cosine there"
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title

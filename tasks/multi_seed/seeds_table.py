@@ -369,6 +369,7 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
         text = ", then ".join(
             f"{training.steps} steps of {training.batch_size} examples at a rate of {training.learning_rate:g}"
+            + f", {training.schedule}" * (training.schedule != "linear")
             for training in recovery.trainings.values()
         )
         by_text.setdefault(text, []).append(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import (
     PreTrainedModel,
@@ -28,6 +29,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, batch_size, mean_loss
+from eckart.training.learning_rate import Schedule, share_of_peak
 from eckart.training.rules import Rule
 from tasks.config.schema import Optimizer
 from tasks.nlp_tasks._prediction import Collate
@@ -52,7 +54,8 @@ def train(
     weight_decay: float,
     seed: int,
     rules: Sequence[Rule] = (),
-    schedule: Literal["linear", "constant"] = "linear",
+    schedule: Schedule = "linear",
+    last_rate: float = 0.0,
     before: int = 0,
     precision: Literal["bf16"] | None = None,
     checkpoint_activations: bool = False,
@@ -68,7 +71,8 @@ def train(
         collate: function that makes a batch from examples of `data`.
         warmup: share of the steps in which the learning rate rises linearly.
         rules: methods that are called in each step, such as a pruning method.
-        schedule: the learning rate after the warm-up falls linearly to 0, or is constant.
+        schedule: the learning rate after the warm-up (eckart/training/learning_rate.py).
+        last_rate: learning rate to which it falls, ÷ the peak.
         loss: the loss whose mean over examples is minimized; None: the model's own loss.
         checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
         precision: bf16 for mixed precision; None computes in the type of the weights.
@@ -97,8 +101,6 @@ def train(
         "max_steps": steps,
         "per_device_train_batch_size": batch_size // processes,
         "learning_rate": learning_rate,
-        "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
-        "warmup_steps": math.ceil(warmup * steps),
         "weight_decay": weight_decay,
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
@@ -109,7 +111,13 @@ def train(
     if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    identity = {**settings, "checkpoint_activations": checkpoint_activations, "micro_batch": micro_batch}
+    rate = partial(share_of_peak, schedule, steps=steps, warmup=math.ceil(warmup * steps), last=last_rate)
+    identity = {
+        **settings,
+        "rate": [schedule, warmup, last_rate],
+        "checkpoint_activations": checkpoint_activations,
+        "micro_batch": micro_batch,
+    }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
     trainer = _RuleTrainer(
         model,
@@ -118,6 +126,7 @@ def train(
         data_collator=collate,
         callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
         rules=rules,
+        rate=rate,
         loss=loss,
         micro_batch=micro_batch or batch_size,
     )
@@ -185,8 +194,18 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 class _RuleTrainer(Trainer):
     """Trainer that calls the rules in each step, and runs the examples of a step in one or more micro-batches."""
 
-    def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, micro_batch: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rules: Sequence[Rule],
+        rate: Callable[[int], float],
+        loss: Loss | None,
+        micro_batch: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.rate = rate
+        """Number of steps that are done → learning rate of the next one, as a share of the peak."""
         self.loss = loss
         self.rules = rules
         self.micro_batch = micro_batch
@@ -206,6 +225,12 @@ class _RuleTrainer(Trainer):
         for group in (group for rule in self.rules for group in rule.parameter_groups()):
             optimizer.add_param_group(dict(group))
         return optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.rate)  # type: ignore[arg-type]  # has one by now
+        return self.lr_scheduler
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

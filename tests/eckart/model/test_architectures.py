@@ -259,7 +259,9 @@ def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
 def test_a_step_of_mixed_rank_recovery(peculiar, tmp_path):
     model = compress(peculiar, NONE, Uniform(kind="uniform", by="share"))
     weights = {name: weight_of(peculiar.model.get_submodule(name)) for name in factorized(model)}
-    rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 0.5}), True, seed=0)
+    rule = MixedRankRule(
+        model, weights, RECIPES["lpaf_sensitivity"].recovery.model_copy(update={"initial": 0.5}), True, seed=0
+    )
     train(model, rule, peculiar.batch)
     rule.finish()
     assert_loads_as_saved(model, peculiar.family.kind, peculiar.batch, tmp_path)
@@ -288,7 +290,9 @@ def test_a_step_of_distillation(peculiar):
 
 def test_a_step_of_pruning(peculiar):
     model = copy.deepcopy(peculiar.model)
-    rule = WeightPruning(model, peculiar.targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": 1}), 0.5)
+    rule = WeightPruning(
+        model, peculiar.targets, RECIPES["lpaf_sensitivity"].shaping.model_copy(update={"steps": 1}), 0.5
+    )
     train(model, rule, peculiar.batch)
     assert rule.measures()["remaining"] == pytest.approx(0.5, abs=0.01)
     assert set(rule.statistics()["movement"]) == {f"{target.name}.output" for target in peculiar.targets}

@@ -52,11 +52,11 @@ def threshold(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
 
 
 def pruning(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
-    return WeightPruning(model, targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": STEPS}), 0.5)
+    return WeightPruning(model, targets, RECIPES["lpaf_sensitivity"].shaping.model_copy(update={"steps": STEPS}), 0.5)
 
 
 def mixed_rank(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
-    settings = RECIPES["lpaf"].recovery.model_copy(update={"steps": STEPS})
+    settings = RECIPES["lpaf_sensitivity"].recovery.model_copy(update={"steps": STEPS})
     return MixedRankRule(model, factorized(model, targets, False), settings, True, seed=0)
 
 

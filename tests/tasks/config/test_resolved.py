@@ -18,7 +18,8 @@ from tasks.config.validation import mistakes
 from tests.workspace import REPOSITORY, repository_params, write_params
 
 LEAST: dict[str, Any] = {"study": {"name": "mine", "recipes": ["svd"], "keeps": [0.5]}, "export": {"recipes": []}}
-FINETUNE = {"steps": 60, "batch_size": 16, "learning_rate": 5e-5, "warmup": 0.1, "weight_decay": 0.01}
+RATE = {"warmup": 0.1, "schedule": "linear", "last_rate": 0.0, "weight_decay": 0.01}
+FINETUNE = {"steps": 60, "batch_size": 16, "learning_rate": 5e-5, **RATE}
 
 
 def least(**sections: Any) -> dict[str, Any]:
@@ -49,13 +50,7 @@ def test_the_defaults_are_the_default_study() -> None:
     """The numbers of the study whose results docs/results shows."""
     params = resolve(LEAST)
     assert params["data"]["sizes"] == {"train": 3000, "validation": 1000, "test": 2000, "calibration": 256}
-    assert params["teacher"] == {
-        "epochs": 1,
-        "batch_size": 32,
-        "learning_rate": 1e-4,
-        "warmup": 0.1,
-        "weight_decay": 0.01,
-    }
+    assert params["teacher"] == {"epochs": 1, "batch_size": 32, "learning_rate": 1e-4, **RATE}
     assert params["recipes"]["kfac"] == {
         "source": "teacher",
         "shaping": None,

@@ -480,6 +480,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"residual": "losparse", "residual.window": 43}, "residual.window"),
     ({"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}}, "recovery.then.steps"),
     ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping"),
+    ({"ranks": "ars", "ranks.last_rate": 0.1}, "ranks.last_rate"),
     ({"ranks": "softlm", "recovery": "lpaf"}, "recovery"),
     ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery"),
     ({"ranks": "kfac", "residual": "losparse", "residual.low_rank": 0.0}, "ranks"),

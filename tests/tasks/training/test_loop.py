@@ -57,11 +57,17 @@ def test_a_curve_has_twenty_points_at_most_and_ends_at_the_last_step(curve: Path
     assert [str(path) for path in Path().rglob("*") if path.is_file()] == [str(curve)]
 
 
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(curve: Path) -> None:
-    """Ten steps, the first two of which warm up: 0, 1/2, then from 1 by eighths towards 0."""
-    trained(curve, steps=10, warmup=0.2, learning_rate=0.008)
+@pytest.mark.parametrize(
+    ("schedule", "falling"),
+    [("linear", [8, 7, 6, 5, 4, 3, 2, 1]), ("cosine", [4 + 4 * math.cos(math.pi * step / 8) for step in range(8)])],
+)
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(
+    curve: Path, schedule: str, falling: list[float]
+) -> None:
+    """Ten steps, the first two of which warm up: 0, 1/2, then from 1 towards 0."""
+    trained(curve, steps=10, warmup=0.2, learning_rate=0.008, schedule=schedule)
     rates = [point["learning_rate"] for point in points(curve)]
-    assert rates == pytest.approx([0, 0.004, *(0.001 * eighths for eighths in range(8, 0, -1))])
+    assert rates == pytest.approx([0, 0.004, *(0.001 * eighths for eighths in falling)])
 
 
 def test_training_learns(curve: Path) -> None:

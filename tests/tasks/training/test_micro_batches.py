@@ -72,7 +72,7 @@ def mixed(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
 
 
 def pruned(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
-    settings = eckart.recipes()["lpaf"].shaping.model_copy(update={"steps": STEPS})
+    settings = eckart.recipes()["lpaf_sensitivity"].shaping.model_copy(update={"steps": STEPS})
     return WeightPruning(model, targets, settings, 0.5)
 
 
