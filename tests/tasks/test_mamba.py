@@ -22,7 +22,13 @@ def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     """Its projections have a threshold for each block. Of 13 steps at most, two are taken with frozen thresholds."""
     recipe = repository_params()["recipes"]["softlm"]
     recipe |= {"source": "base", "recovery": {"steps": 0}}
-    recipe["ranks"] |= {"steps": 11, "batch_size": 8, "threshold_learning_rate": 1.0, "frozen_steps": 2}
+    recipe["ranks"] |= {
+        "steps": 11,
+        "batch_size": 8,
+        "pressure": 100.0,
+        "threshold_learning_rate": 2.0,
+        "frozen_steps": 2,
+    }
     recipe["ranks"] |= {"thresholds": "block"}
     tiny_workspace(
         tmp_path,
