@@ -21,7 +21,7 @@ from tests.workspace import BASE, repository_params, run_stage, tiny_tokenizer, 
 def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     """Its projections have a threshold for each block. Of 13 steps at most, two are taken with frozen thresholds."""
     recipe = repository_params()["recipes"]["softlm"]
-    recipe |= {"source": "base", "recovery": {"steps": 0}}
+    recipe |= {"source": "base", "recovery": {"kind": "finetune", "steps": 0}}
     recipe["ranks"] |= {
         "steps": 11,
         "batch_size": 8,
