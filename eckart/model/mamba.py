@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.generic import can_return_tuple
 
 
@@ -40,7 +42,7 @@ class _Classifier(PreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.backbone = self.backbone_class(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)  # type: ignore[arg-type]
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
@@ -50,8 +52,9 @@ class _Classifier(PreTrainedModel):
         them, so that it would pass by their hooks and their factors.
         """
         super().train(mode)
-        for block in self.backbone.layers:
-            block.mixer.eval()
+        for module in self.modules():
+            if isinstance(module, MambaMixer | Mamba2Mixer):
+                module.eval()
         return self
 
     @can_return_tuple
