@@ -2,7 +2,7 @@
 
 `compress` compresses a model in memory (eckart/api.py), and `write_text` (eckart/text/self_written.py) gives it text to
 calibrate a language model with. Importing this package also teaches transformers to load compressed models
-(eckart/model/hf_format.py) and LSTM language models (eckart/model/lstm.py).
+(eckart/model/hf_format.py), LSTM language models (eckart/model/lstm.py) and Mamba classifiers (eckart/model/mamba.py).
 """
 
 from importlib import import_module
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from eckart.model import hf_format as _hf_format  # noqa: F401
 from eckart.model import lstm as _lstm  # noqa: F401
+from eckart.model import mamba as _mamba  # noqa: F401
 
 if TYPE_CHECKING:
     from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save, write_text

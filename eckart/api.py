@@ -50,7 +50,7 @@ from eckart.calibration.warnings import unreached_warning
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
-from eckart.model import hf_format, lstm
+from eckart.model import hf_format, lstm, mamba
 from eckart.model.census import Census
 from eckart.model.experts import unfused
 from eckart.model.macs import macs
@@ -385,7 +385,7 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     hub_options = {name: options[name] for name in _HUB_OPTIONS if name in options}
     config = transformers.AutoConfig.from_pretrained(folder, **hub_options, trust_remote_code=False)
     name = (config.architectures or ["no class"])[0]
-    family = getattr(transformers, name, None) or getattr(lstm, name, None)
+    family = next((getattr(place, name) for place in (transformers, lstm, mamba) if hasattr(place, name)), None)
     if family is None:
         raise ValueError(f"{folder} was saved as {name}, which transformers does not have: load it with its own class")
     options |= {"use_safetensors": True, "trust_remote_code": False}

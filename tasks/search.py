@@ -161,6 +161,7 @@ def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
         parameters_before=before,
         parameters_after=after,
         steps=steps,
+        reached=dict(chosen.reached),
         widths=dict(chosen.widths),
         average_rank=chosen.shaped and chosen.shaped.average_rank,
         as_shaped=chosen.shaped is not None and not chosen.changed,
@@ -170,6 +171,8 @@ def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
 def _report(decision: Decision, chosen: ChosenRanks) -> None:
     if chosen.remark:
         say(chosen.remark)
+    if decision.reached:
+        say(f"The thresholds met {decision.reached_in_words}")
     if shaped := chosen.shaped:
         say(
             f"{shaped.share_left:.0%} of the weights are left, of rank {shaped.average_rank:.1f} on average; "

@@ -25,6 +25,7 @@ from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, replace, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.model.mamba import MambaConfig, MambaForSequenceClassification
 from eckart.model.targets import Target, find_targets, weight_of
 
 Sample = tuple[Tensor, int]
@@ -274,6 +275,8 @@ RELATIVE |= {"pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "po
 BART = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
 BART |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 20}
 LSTM = {"vocab_size": VOCABULARY, "embedding_size": 12, "hidden_size": 16, "pad_token_id": PAD}
+MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 3}
+MAMBA |= {"num_labels": LABELS, "pad_token_id": PAD}
 ARCHITECTURES = {
     # 6 in each layer, and the pooler
     "bert": Architecture("classification", bert, 13, {HEAD: 1}, 3),
@@ -311,10 +314,11 @@ ARCHITECTURES = {
     "qwen3": Architecture("causal", of("Qwen3ForCausalLM", **GROUPED, head_dim=8), 14, {HEAD: 1}, 2),
     # 3 in each layer; the weight of dt_proj is used without calling dt_proj
     "mamba": Architecture(
-        "causal",
-        of("MambaForCausalLM", hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=3),
+        "classification",
+        lambda: drawn(MambaForSequenceClassification, MambaConfig(**MAMBA)),
         6,
         {HEAD: 1, "its forward did not run for the batch": 2},
+        2,
         rounding=1e-5,
     ),
     # 2 in each layer, one of which is called once for each token

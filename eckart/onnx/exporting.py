@@ -42,6 +42,7 @@ TOLERANCE = 1e-4
 _TIES = 1e-3
 """Share of predictions whose class may differ: among thousands of tokens, some have two equally likely classes."""
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_LOOPING = ("mamba", "mamba2")  # types of models
 _LONGEST = 64  # tokens of a random text
 _SPECIAL_ATTENTION = ("softcap", "s_aux", "position_bias")  # arguments that only a model's own attention handles
 _DECODER_OPSET = 23  # has one node for a rotary embedding or an RMS norm; earlier opsets need seven
@@ -81,7 +82,7 @@ def export(
     heads, past, size)`, and as outputs `present.N.key` and `.value`, `(batch, heads, past + tokens, size)`. past is 0
     before the first token. Its `attention_mask` is `(batch, past + tokens)`; examples may be padded on either side. The
     optional input `num_logits_to_keep` is the number of last tokens to compute logits for; 0: all tokens. A cache of
-    another kind (Mamba's states) is not exported, and then this input does not exist either.
+    another kind (a recurrent state) is not exported, and then this input does not exist either.
 
     The model is put into eval mode. `file` is written or replaced only at the end, after a check: for random texts of
     several lengths and for `batches`, onnxruntime must give the same outputs as torch, except on padding. Weights above
@@ -101,6 +102,11 @@ def export(
         raise ExportError(
             f"a {type(model).__name__} generates with an encoder, a decoder and a cache, which need several graphs: "
             "load it here and give it to optimum.exporters.onnx.onnx_export_from_model"
+        )
+    if model.config.model_type in _LOOPING:  # torch would first trace every token of a sample, for minutes
+        raise ExportError(
+            f"a {type(model).__name__} computes its states in a loop over tokens or chunks of them, and torch exports "
+            "such a loop for one length of text only: run it in torch itself"
         )
     if missing := [name for name in _PACKAGES if not find_spec(name)]:
         raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from eckart.calibration.statistics import Statistics
@@ -46,6 +47,7 @@ class ChosenRanks:
         changed: whether the search changed the model's weights.
         remark: a sentence of the search about its choice, or "".
         widths: the MLPs to narrow.
+        reached: share of the targets' parameters → training steps after which the search first kept no more than it.
     """
 
     targets: tuple[Target, ...]
@@ -55,6 +57,7 @@ class ChosenRanks:
     changed: bool
     remark: str
     widths: Widths
+    reached: Mapping[float, int]
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -99,7 +102,14 @@ def search_ranks(
             for name, rank in result.ranks.items()
         }
     chosen = ChosenRanks(
-        problem.targets, result.ranks, predicted_loss, shaped, result.changed, result.remark, result.widths
+        problem.targets,
+        result.ranks,
+        predicted_loss,
+        shaped,
+        result.changed,
+        result.remark,
+        result.widths,
+        result.reached,
     )
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):

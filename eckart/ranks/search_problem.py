@@ -125,6 +125,7 @@ class SearchResult:
         changed: whether the search changed the weights of the model.
         remark: a sentence about the choice for the log, or "".
         widths: the MLPs to narrow. Ranks and spectra of their targets are those of the smaller layers.
+        reached: share of the targets' parameters → training steps after which the search first kept no more than it.
     """
 
     ranks: Ranks
@@ -132,6 +133,7 @@ class SearchResult:
     changed: bool = False
     remark: str = ""
     widths: Widths = field(default_factory=dict)
+    reached: Mapping[float, int] = field(default_factory=dict)
 
 
 class ByFormula(Method):

@@ -2,16 +2,20 @@
 
 Source: SoftLM (Bhatnagar et al., 2024), sections 4.1 to 4.5 and the algorithm there.
 
-Every target is written as W = U T(Σ) Vᵀ and has one threshold α_i, which starts at 0. With a steepness s and a weight
-γ::
+Every target is written as W = U T(Σ) Vᵀ and has one threshold α_i, which starts at 0. With `thresholds: block`, all
+targets of a block of the model share one, as section 4.4 words it (section 4.2: one for each linear layer). With a
+steepness s and a weight γ::
 
     T(σ) = σ tanh(s (σ − α)) where σ ≥ α, else 0                                    (eq. 6, c = 0)
     task loss + γ Σ_i e^−α_i                                                        (eq. 9 and 10)
 
-All weights, U, Σ, V and α train together until the components with σ > α meet the budget. What is ours:
+All weights, U, Σ, V and α train together until the components with σ > α meet the budget. Then α is frozen, and U, Σ
+and V train for `frozen_steps` more steps (section 4.5). What is ours:
 
-- Training ends there: U T(Σ) Vᵀ becomes the dense weight, and recovery trains its factors (choice). The paper freezes α
-  alone and goes on training U, Σ and V; a σ may then still cross its threshold and change the size.
+- `frozen_steps` is 0 by default (choice): U T(Σ) Vᵀ becomes the dense weight when the budget is met, and recovery
+  trains its factors.
+- While α is frozen, the σ of a component that is cut stays as it is (choice): the optimizer's momentum could lift it
+  over α again, and the budget would be exceeded. A component whose σ falls below α is cut for good.
 - The step that meets the budget can remove many components at once. It is shortened, for Σ and α alike, so that the
   budget is only just met (choice): the component that was removed last would exceed the budget. Singular values that
   are equal up to rounding are removed together, and then more is lost.
@@ -49,13 +53,14 @@ from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
 _HALVINGS = 40  # bisections of the last step; 2^−40 is well below the rounding of float32
-_DONE = "done"  # key of `ThresholdSearch.done` in the state of the rule
+_QUARTERS = (0.75, 0.5, 0.25)  # shares whose step is recorded when the search passes them
+_REACHED = "reached"  # key of `ThresholdSearch.reached` in the state of the rule
 
 
 class Threshold(Optimization, Method):
     """Settings of a rank search that trains U, Σ, V and one threshold for each target until the ranks meet the budget.
 
-    The search takes at most `steps` optimizer steps.
+    The search takes at most `steps` optimizer steps, and then `frozen_steps` with frozen thresholds.
     """
 
     alone = True
@@ -71,6 +76,14 @@ class Threshold(Optimization, Method):
     schedule: Schedule = Field(
         "constant", description="learning rate after the warm-up: constant; linear and cosine fall to last_rate"
     )
+    frozen_steps: int = Field(
+        0,
+        ge=0,
+        description="more optimizer steps with frozen thresholds α, once keep is met, in which U, Σ and V train",
+    )
+    thresholds: Literal["layer", "block"] = Field(
+        "layer", description="what has a threshold α of its own: each linear layer, or each block of the model"
+    )
     sharpness: float = Field(
         10.0, gt=0, description="steepness s of the soft threshold, which rises within about 2/s of α"
     )
@@ -83,10 +96,13 @@ class Threshold(Optimization, Method):
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
 
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "steps": self.steps + self.frozen_steps}
+
     def search(self, problem: SearchProblem) -> SearchResult:
         rule = ThresholdSearch(problem.model, problem.targets, self, problem.keep)
         problem.train(self, rule)
-        return SearchResult(rule.ranks(), changed=True)
+        return SearchResult(rule.ranks(), changed=True, reached=rule.reached)
 
 
 def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
@@ -94,13 +110,28 @@ def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
     return torch.where(sigma >= alpha, sigma * torch.tanh(sharpness * (sigma - alpha)), 0.0)
 
 
-class _Values(nn.Module):
-    """Parameters of the search: Σ of every target, each `(min(out, in),)` in float32, and all α `(targets,)`."""
+def _not_largest(sigma: Tensor) -> Tensor:
+    """Return whether each singular value `(k,)` is not the largest, which survives any threshold."""
+    return torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
 
-    def __init__(self, spectra: Sequence[Tensor]) -> None:
+
+def block_of(name: str) -> str:
+    """Return the name of the block that a layer belongs to: `encoder.layer.3` for `encoder.layer.3.output.dense`.
+
+    A layer outside of numbered blocks, such as a pooler, is a block by itself.
+    """
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else name
+
+
+class _Values(nn.Module):
+    """Parameters of the search: Σ of every target, each `(min(out, in),)` in float32, and all α `(thresholds,)`."""
+
+    def __init__(self, spectra: Sequence[Tensor], thresholds: int) -> None:
         super().__init__()
         self.sigma = nn.ParameterList(values.float() for values in spectra)
-        self.alpha = nn.Parameter(torch.zeros(len(spectra)))
+        self.alpha = nn.Parameter(torch.zeros(thresholds))
 
 
 class ThresholdSearch(Rule):
@@ -135,9 +166,15 @@ class ThresholdSearch(Rule):
             left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
             self.layers.append(factorize_target(model, target.name, left, right))
             spectra.append(spectrum)
-        self.values = _Values(spectra)
+        owners = [target.name if settings.thresholds == "layer" else block_of(target.name) for target in targets]
+        groups = list(dict.fromkeys(owners))
+        self.groups = torch.tensor([groups.index(owner) for owner in owners])
+        """For each target, the index of its threshold."""
+        self.values = _Values(spectra, len(groups))
         self.before = module_state(self.values)
         self.steps = 0
+        self.reached: dict[float, int] = {}
+        """Share of the targets' parameters → number of steps after which the targets kept no more than it."""
         self._set_gates()
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
@@ -146,6 +183,7 @@ class ThresholdSearch(Rule):
         Neither has weight decay (choice).
         """
         self.values.to(self.layers[0].left.device)
+        self.groups = self.groups.to(self.layers[0].left.device)
         return [
             {"params": list(self.values.sigma), "lr": self.method.learning_rate, "weight_decay": 0.0},
             {"params": [self.values.alpha], "lr": self.method.threshold_learning_rate, "weight_decay": 0.0},
@@ -157,9 +195,12 @@ class ThresholdSearch(Rule):
         self._set_gates()
 
     def _set_gates(self) -> None:
-        for layer, sigma, alpha in zip(self.layers, self.values.sigma, self.values.alpha, strict=True):
-            not_largest = torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
-            layer.gate = soft_threshold(sigma, alpha * not_largest, self.method.sharpness).to(layer.left)
+        for layer, sigma, alpha in zip(self.layers, self.values.sigma, self._alphas(), strict=True):
+            layer.gate = soft_threshold(sigma, alpha * _not_largest(sigma), self.method.sharpness).to(layer.left)
+
+    def _alphas(self) -> Tensor:
+        """Return the threshold of every target, `(targets,)`."""
+        return self.values.alpha[self.groups]
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
         """Return γ Σ e^−α, the term of the loss that raises the thresholds."""
@@ -170,15 +211,42 @@ class ThresholdSearch(Rule):
         if self.done:
             return
         self.steps = step + 1
+        if self.met:
+            self._keep_cut()
+        else:
+            self._raise_thresholds()
+        last = self.reached[self.keep] + self.method.frozen_steps if self.met else self.method.steps
+        if self.steps >= last:
+            self.done = True
+            self.values.requires_grad_(False).zero_grad()
+
+    @property
+    def met(self) -> bool:
+        """Whether the budget is met, so that the thresholds are frozen."""
+        return self.keep in self.reached
+
+    def _raise_thresholds(self) -> None:
         self._bound()
-        if self._parameters() <= self.budget:
+        parameters, whole = self._parameters(), sum(target.parameters for target in self.targets)
+        for share in [quarter for quarter in _QUARTERS if quarter > self.keep and parameters <= quarter * whole]:
+            self.reached.setdefault(share, self.steps)
+        if parameters <= self.budget:
+            self.reached[self.keep] = self.steps
             self._take_back()
-            self._freeze()
+            self.values.alpha.requires_grad_(False)
+            self.values.alpha.grad = None  # without a gradient the optimizer leaves it as it is
 
     def _bound(self) -> None:
-        """Clip every α to [0, largest σ of its target]."""
+        """Clip every α to [0, largest σ of its targets]."""
         largest = torch.stack([sigma.max() for sigma in self.values.sigma])
-        self.values.alpha.copy_(self.values.alpha.minimum(largest).clamp(min=0))
+        bounds = torch.zeros_like(self.values.alpha).scatter_reduce(0, self.groups, largest, "amax")
+        self.values.alpha.copy_(self.values.alpha.minimum(bounds).clamp(min=0))
+
+    def _keep_cut(self) -> None:
+        """Undo the last step for each σ that was below its threshold before it."""
+        for number, (sigma, alpha) in enumerate(zip(self.values.sigma, self._alphas(), strict=True)):
+            before = self.before[f"sigma.{number}"].to(sigma)
+            sigma.copy_(torch.where((before <= alpha) & _not_largest(before), before, sigma))
 
     def _take_back(self) -> None:
         """Shorten the last optimizer step so that the budget is only just met.
@@ -205,22 +273,19 @@ class ThresholdSearch(Rule):
             value.copy_(torch.lerp(self.before[name].to(value), after[name], part))
         self._bound()
 
-    def _freeze(self) -> None:
-        self.done = True
-        self.values.requires_grad_(False).zero_grad()
-
     def measures(self) -> dict[str, float]:
         """Return the share of parameters that is kept and the mean threshold."""
         return {"kept": self._share(), "threshold": float(self.values.alpha.detach().mean())}
 
     def state(self) -> dict[str, Tensor]:
-        """Return Σ, the thresholds α, and whether they are frozen."""
-        return {**module_state(self.values), _DONE: torch.tensor([self.done])}
+        """Return Σ, the thresholds α, and the shares that were reached, each with its number of steps."""
+        reached = torch.tensor([*self.reached.items()], dtype=torch.float64).reshape(-1, 2)
+        return {**module_state(self.values), _REACHED: reached}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.values.load_state_dict({name: value for name, value in state.items() if name != _DONE})
-        if bool(state[_DONE]):
-            self._freeze()
+        self.values.load_state_dict({name: value for name, value in state.items() if name != _REACHED})
+        self.reached = {share: int(steps) for share, steps in state[_REACHED].tolist()}
+        self.values.alpha.requires_grad_(not self.met)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -239,7 +304,7 @@ class ThresholdSearch(Rule):
         Raises:
             ValueError: the budget was never met.
         """
-        if not self.done:
+        if not self.met:
             raise ValueError(
                 f"after {self.steps} steps the targets keep {self._share():.4f} of their parameters, more than "
                 f"keep={self.keep}: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"
@@ -249,7 +314,7 @@ class ThresholdSearch(Rule):
     @torch.no_grad()
     def _ranks(self) -> Ranks:
         """Count the components of each target above its α (None: dense). The largest component always survives."""
-        counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
+        counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self._alphas(), strict=True)]
         survivors = zip(self.targets, torch.stack(counts).clamp(min=1).tolist(), strict=True)
         return {target.name: rank_or_dense(target, rank) for target, rank in survivors}
 

@@ -28,12 +28,22 @@ class Decision(Result):
     """Number of parameters of all targets at these ranks, in the recipe's storage, without biases and residual."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
+    reached: dict[float, int] = Field(default_factory=dict)
+    """Share of the targets' parameters → steps after which a search by thresholds first kept no more than this share.
+
+    For each quarter above keep, and keep.
+    """
     widths: dict[str, Width] = Field(default_factory=dict)
     """Down target of each MLP that is narrowed → its width. A rank of its targets is that of the smaller layer."""
     average_rank: float | None
     """Mean numerical rank of the target layers' weights after shaping; null if nothing was shaped."""
     as_shaped: bool
     """Whether only shaping has changed the model in SHAPED, so that its score shows the effect of shaping."""
+
+    @property
+    def reached_in_words(self) -> str:
+        """The shares in `reached`, each with its steps; "" if there are none."""
+        return ", ".join(f"keep {share:g} after {steps:,} steps" for share, steps in self.reached.items())
 
     @property
     def narrowed(self) -> frozenset[str]:

@@ -256,6 +256,8 @@ def notes(results: Results) -> list[str]:
     sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
     sentences += filter(None, [results.census.warning])
     sentences += [f"Calibration: {warning}." for warning in results.calibration_warnings]
+    decisions = {each.name: each.decision for each in results.candidates if each.decision.reached}
+    sentences += [f"The thresholds of {name} met {decision.reached_in_words}." for name, decision in decisions.items()]
     names = {model.scored: model.name for model in (*references(results), *map(entry, results.candidates))}
     exported = [result for result in runtime_results(results) if result.runtime != "torch"]
     names |= {result.scored: f"{result.model} in {TITLES[result.runtime]}" for result in exported}

@@ -396,9 +396,10 @@ def t5() -> PreTrainedModel:
     [
         (t5, r"\bT5ForConditionalGeneration .*optimum\.exporters\.onnx\.onnx_export_from_model"),
         (lstm, r"\bLSTMForCausalLM\b"),
+        (tiny.ARCHITECTURES["mamba"].build, r"\bMambaForSequenceClassification\b.*in torch"),
         (lambda: tiny.bert().base_model, r"^a BertModel "),
     ],
-    ids=["encoder and decoder", "loop over tokens", "no head"],
+    ids=["encoder and decoder", "loop over tokens", "loop that takes minutes to trace", "no head"],
 )
 def test_models_that_cannot_be_exported_are_refused(
     make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -55,6 +55,13 @@ def in_model(model: PreTrainedModel, keep: float = 0.5, **changes: Any) -> Thres
     return ThresholdSearch(model, find_targets(model, batch()).targets, method(**changes), keep)
 
 
+def checkpointed(rule: ThresholdSearch, model: nn.Module) -> ThresholdSearch:
+    """Another search, with the state of `rule`."""
+    other = ThresholdSearch(model, model.targets(), rule.method, rule.keep)
+    other.load_state(rule.state())
+    return other
+
+
 def optimizer_of(rule: ThresholdSearch, model: nn.Module) -> torch.optim.Optimizer:
     groups = [{"params": list(model.parameters()), "lr": 1e-3}, *rule.parameter_groups()]
     return torch.optim.AdamW(groups)
@@ -254,6 +261,96 @@ def test_the_loss_holds_back_the_threshold_of_a_target_that_it_needs():
     ranks = rule.ranks()
     assert rule.values.alpha[0] < rule.values.alpha[1]
     assert ranks["a"] is None or ranks["a"] > 2 * ranks["b"]
+
+
+# --- thresholds of blocks ---------------------------------------------------------------------------------------------
+
+
+def test_the_layers_of_a_block_share_a_threshold():
+    """Block 3 is cut at 1.5: of 2, 1 and 9, 1 the larger one is left; the block's α may rise to 9, the other's to 4."""
+    model = diagonal([2.0, 1.0, 0.5, 0.1], [9.0, 1.0, 0.5, 0.1], [4.0, 3.0, 2.0, 1.0])
+    names = ("h.3.query", "h.3.mlp.0", "pooler")
+    targets = [target.model_copy(update={"name": name}) for target, name in zip(model.targets(), names, strict=True)]
+    modules = [child for _, child in model.named_children()]
+    named = nn.Module()
+    named.h, named.pooler = nn.ModuleDict({"3": nn.Module()}), modules[2]
+    named.h["3"].query, named.h["3"].mlp = modules[0], nn.ModuleList([modules[1]])
+    rule = ThresholdSearch(named, targets, method(thresholds="block", pressure=0.5), 0.5)
+    assert rule.extra_loss(None, {}, None).item() == pytest.approx(0.5 * 2)
+    update(rule, [1.5, 0.5])
+    assert [layer.gate.count_nonzero().item() for layer in rule.layers] == [4, 4, 4]  # before the step
+    rule.before_forward(1)
+    assert [layer.gate.count_nonzero().item() for layer in rule.layers] == [1, 1, 4]
+    assert rule.measures()["kept"] == pytest.approx((8 + 8 + 16) / 48)
+    update(rule, [100.0, 3.5])
+    assert rule.ranks() == dict.fromkeys(names, 1)
+
+
+# --- steps to each share, and after keep is met ----------------------------------------------------------------------
+
+
+def test_the_steps_to_each_quarter_and_to_keep_are_recorded():
+    """8 × 8: 16 parameters a rank, so 3, 2 and 1 ranks are 0.75, 0.5 and 0.25 of 64."""
+    rule = searching(diagonal([8.0, 7.0, 6.0, 5.0, 0.4, 0.3, 0.2, 0.1]), keep=0.3)
+    update(rule, 1.0, number=0)
+    assert rule.reached == {}
+    update(rule, 6.5, number=1)
+    assert rule.reached == {0.75: 2, 0.5: 2}
+    update(rule, 7.5, number=2)
+    assert rule.reached == {0.75: 2, 0.5: 2, 0.3: 3}
+    assert checkpointed(rule, diagonal([1.0] * 8)).reached == rule.reached
+
+
+def test_u_sigma_and_v_train_on_while_the_thresholds_are_frozen():
+    model = tiny.LinearLayers((12, 12), (12, 12))
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
+    wanted = (model.a(x) + model.b(x)).detach()
+    rule = searching(model, keep=0.5, threshold_learning_rate=0.1, learning_rate=1e-2, frozen_steps=5, steps=200)
+    optimizer, ranks, before = optimizer_of(rule, model), [], None
+    for number in range(rule.method.options()["steps"]):
+        rule.before_forward(number)
+        loss = (model.a(x) + model.b(x) - wanted).square().mean() + rule.extra_loss(None, {}, None)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        rule.after_update(number)
+        if rule.met:
+            ranks.append(rule.ranks())
+            before = before or {
+                name: value.clone() for name, value in [*rule.state().items(), *model.named_parameters()]
+            }
+            assert torch.equal(rule.values.alpha, before["alpha"])
+        if rule.done:
+            break
+    assert len(ranks) == 6
+    assert rule.steps == rule.reached[0.5] + 5
+    for now, earlier in zip(ranks[1:], ranks, strict=False):
+        assert all(now[name] <= earlier[name] for name in now)  # what is cut stays cut
+    assert not torch.equal(rule.values.sigma[0], before["sigma.0"])
+    for side in ("left", "right"):
+        assert not torch.equal(getattr(model.a, side), before[f"a.{side}"])
+
+
+def test_momentum_does_not_bring_a_cut_component_back():
+    rule = searching(diagonal([8.0, 7.0, 3.0, 2.0]), keep=0.5, frozen_steps=2)
+    update(rule, 7.5)
+    for number in (1, 2):
+        rule.before_forward(number)
+        with torch.no_grad():
+            rule.values.sigma[0].copy_(torch.tensor([9.0, 8.0, 8.0, 1.0]))
+        assert not rule.done
+        rule.after_update(number)
+    assert rule.done
+    assert rule.values.sigma[0].tolist() == [9.0, 7.0, 3.0, 2.0]
+    assert rule.ranks() == {"a": 1}
+
+
+def test_a_budget_that_is_not_met_in_time_gets_no_frozen_steps():
+    rule = searching(diagonal([4.0, 3.0, 2.0, 1.0]), keep=0.5, steps=1, frozen_steps=10)
+    update(rule, 0.5)
+    assert rule.done
+    with pytest.raises(ValueError, match=r"ranks\.steps"):
+        rule.ranks()
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------

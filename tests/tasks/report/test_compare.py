@@ -803,11 +803,13 @@ def test_other_texts_are_columns_with_their_multiple_of_the_original_model_s() -
     assert control_line["factorized.texts.news"] == ""
 
 
-def test_what_is_misleading_about_the_calibration_stands_on_the_page() -> None:
+def test_notes_on_calibration_and_thresholds_stand_on_the_page() -> None:
     make_study(["svd"], [0.5], ["map"])
     edit("data/importance/targets.json", warnings=["3 of 4 linear layers read fewer tokens"])
+    edit("models/ranks/svd-0.5/ranks.json", reached={"0.75": 312, "0.5": 1000})
     compare.compare()
     assert "Calibration: 3 of 4 linear layers read fewer tokens." in page()
+    assert "The thresholds of svd-0.5 met keep 0.75 after 312 steps, keep 0.5 after 1,000 steps." in page()
 
 
 def test_what_language_models_write_is_shown_as_text_alone() -> None:
