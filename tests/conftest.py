@@ -3,6 +3,7 @@
 import tasks as tasks  # before torch, whose threads are to wait without spinning
 
 # isort: split
+import fcntl
 import gc
 import itertools
 import multiprocessing.util
@@ -10,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ if "DVC_SITE_CACHE_DIR" not in os.environ:  # of all processes of one run
     multiprocessing.util.Finalize(None, shutil.rmtree, (os.environ["DVC_SITE_CACHE_DIR"], True), exitpriority=-300)
 flows.environment.settings.apply()  # before a test imports prefect, mlflow or dvc
 torch.set_num_threads(1)
+gc.disable()  # while the tests are imported, for which it takes a fifth of the time
 settings.register_profile(
     "laws", deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -47,6 +50,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_xdist_auto_num_workers() -> int:
     """Return twice the cores less one: tests of flows wait for servers and processes half of the time."""
     return 2 * cores() - 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests: in one of xdist's processes first, which writes the bytecode that a new environment lacks.
+
+    Else each of them compiles the thousands of modules that the tests import.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with Path(os.environ["DVC_SITE_CACHE_DIR"], "imported").open("a") as imported:
+        fcntl.flock(imported, fcntl.LOCK_EX)
+        if os.fstat(imported.fileno()).st_size:
+            fcntl.flock(imported, fcntl.LOCK_UN)
+        collected = yield
+        imported.write("all")
+    return collected
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spare the objects of libraries from garbage collection, which Trainer starts at each training."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

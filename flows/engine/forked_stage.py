@@ -6,6 +6,7 @@ It does not import DVC either, which no stage needs.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,7 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
         env: variables to add to the environment.
         writer: end of a pipe, into which all that the stage prints is written.
     """
+    gc.freeze()  # else each collection visits all that the server has imported, and so copies its pages to this process
     os.setsid()
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)

@@ -6,6 +6,7 @@ workspace, as by a fresh interpreter. Their stages are forked from that server, 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import subprocess
@@ -68,6 +69,7 @@ def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
 
 
 def _with_our_server(target: Callable[..., object], *arguments: object) -> None:
+    gc.freeze()  # as a stage does
     # It would start one of its own, with seconds of imports.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     target(*arguments)
