@@ -478,6 +478,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps"),
     ({"residual": "losparse", "residual.start": 0.8}, "residual"),
     ({"residual": "losparse", "residual.window": 43}, "residual.window"),
+    ({"residual": "movement_pruning", "residual.window": 10}, "residual.window"),
     ({"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}}, "recovery.then.steps"),
     ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping"),
     ({"ranks": "softlm", "recovery": "lpaf"}, "recovery"),
