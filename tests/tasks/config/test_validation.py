@@ -303,6 +303,7 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
     [
         ("target_length", 8, "summarization"),
         ("prefix", "summarize: ", "summarization"),
+        ("generation", {"beams": 8, "length_penalty": 2.0}, "summarization"),
         ("stride", 8, "question_answering"),
         ("separator", "</s>", "language_modeling"),
         ("calibration_blocks", "random", "language_modeling"),
