@@ -125,5 +125,10 @@ PUBLISHED: Mapping[str, Published] = {
     "losparse": Published(
         "LoSparse (Li et al., ICML 2023)", "https://arxiv.org/abs/2306.11222", {"residual": "sparse_rows"}
     ),
+    "movement_pruning": Published(
+        "Movement pruning of rows (Sanh et al., NeurIPS 2020), a baseline of LoSparse",
+        "https://arxiv.org/abs/2005.07683",
+        {"residual": {"kind": "sparse_rows", "low_rank": 0.0, "score": "movement"}},
+    ),
 }
 """The built-in recipes by name."""

@@ -19,25 +19,29 @@ from eckart.recipe_parts import Source
 from tasks.artifacts.decision import Decision, load_decision
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, TARGETS, source_model
-from tasks.artifacts.results_schema import Evaluation, TargetSize
+from tasks.artifacts.results_schema import Evaluation, Score, TargetSize
 from tasks.config.schema import Model, section
 from tasks.data.loading import batches
 from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
+from tasks.nlp_tasks.nlp_task import Scored
 from tasks.runtime.stage_runner import StageError, run_candidate
-from tasks.scoring.splits import Predictions, Scorer, load_scorer, same_weights, write_predictions
+from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
 
 
 class EvaluationParts(BaseModel):
-    """Parts of a recipe that tell whether the original model's own weights were factorized."""
+    """Parts of a recipe that tell which weights were factorized, and whether the factors were trained after that."""
 
     source: Source
     sequential: Any
+    recovery: Mapping[str, Any]  # not its type: with that, the stage would depend on the code of the recovery
 
 
 def evaluate(recipe: str, keep: str) -> None:
     """Score a candidate after shaping, factorization and fine-tuning, and measure its final size.
+
+    If fine-tuning takes no step, the final model is scored for both.
 
     Raises:
         StageError: the target layers of the fine-tuned model have more parameters than `keep` allows.
@@ -53,16 +57,20 @@ def evaluate(recipe: str, keep: str) -> None:
     shaped = None
     if decision.as_shaped:
         shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score
-    model, tokenizer = load_model(FACTORIZED / name)
-    before = None if residual_rows(model) else scorer.score_on("test", model, tokenizer, "factorized")
-    texts_before = scorer.on_texts(model, tokenizer, "factorized") if before else {}
+    before: Scored | None = None
+    texts_before: dict[str, Score] = {}
+    if trained := parts.recovery.get("steps") != 0:
+        model, tokenizer = load_model(FACTORIZED / name)
+        before = None if residual_rows(model) else scorer.score_on("test", model, tokenizer, "factorized")
+        texts_before = scorer.on_texts(model, tokenizer, "factorized") if before else {}
     model, tokenizer = load_model(FINETUNED / name)
     place(model)
     from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
     alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
-    known = (before, texts_before) if before and same_weights(FACTORIZED / name, FINETUNED / name) else ()
-    scores, predictions = scorer.all_scores(model, tokenizer, "recovered", *known)
+    scores, predictions = scorer.all_scores(model, tokenizer, "recovered")
+    if not trained:  # the factorized model computes the same; only the storage may be another
+        before, texts_before = Scored(scores.score, predictions["test"]), scores.texts
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,

@@ -28,7 +28,10 @@ def extract() -> None:
             say(f"{name}: {len(frame)} examples")
         (folder / TEXTS).write_text(json.dumps(texts))
         (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
-        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed", "separator", "calibration_blocks")
+        names = (
+            *("metric", "max_length", "target_length", "generation", "prefix"),
+            *("stride", "seed", "separator", "calibration_blocks"),
+        )
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))

@@ -7,6 +7,9 @@ in its forward pass Y = X W; here they are the rows of a weight `(out, in)`.
 here the share is a share of parameters. It falls to the part of the budget that the factors leave. A target counts with
 its final size: if its factors and rows together are as large as the dense weight, the target stays dense and keeps all
 rows.
+
+Rows can also be chosen by their movement (Sanh, Wolf and Rush, NeurIPS 2020, section 4), for whole rows as in block
+pruning (Lagunas et al., EMNLP 2021). Without factors, this is movement pruning, a baseline of LoSparse's tables 1 to 3.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ _MEAN = ".mean"  # in the rule's state, the mean scores of a target's rows are s
 class SparseRows(Method):
     """Settings of a residual S that starts as W − left right and loses whole rows while recovery trains.
 
-    Without a `window`, this is algorithm 1 as printed. Scores are computed before each update and smoothed, and rows
-    are pruned at every step.
+    With the score `sensitivity` and without a `window`, this is algorithm 1 as printed. Scores are computed before each
+    update and smoothed, and rows are pruned at every step.
 
-    With a `window`, this is the authors' code. Scores are computed after each update, averaged over `window` steps and
+    With a `window`, it is the authors' code. Scores are computed after each update, averaged over `window` steps and
     then smoothed. Rows are pruned after each window, and at every step once the schedule has ended. Between two
     prunings, pruned rows train like the others, so they get scores and may come back.
+
+    With the score `movement`, pruned rows are only masked until training ends (`RowMasking`).
     """
 
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
@@ -50,13 +55,19 @@ class SparseRows(Method):
     low_rank: float = Field(
         0.1, ge=0, le=1, description="share of the budget for the factors; 0: pruning only, 1: factors only"
     )
-    smoothing: float = Field(0.85, ge=0, lt=1, description="smoothing β of the rows' importance over steps (eq. 3)")
+    score: Literal["sensitivity", "movement"] = Field(
+        "sensitivity",
+        description="score of a row of weights w with gradients g. sensitivity: mean of |g w|, smoothed over steps; "
+        "movement: Σ −g w over all steps, also while the row is masked",
+    )
+    smoothing: float = Field(0.85, ge=0, lt=1, description="smoothing β of sensitivities over steps (eq. 3)")
     start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
     end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")
     window: int | None = Field(
         None,
         ge=1,
-        description="steps between two rounds of pruning; pruned rows may come back between them; null: every step",
+        description="steps between two rounds of pruning; pruned rows may come back between them; null: every step; "
+        "for sensitivities only",
     )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
@@ -69,6 +80,9 @@ class SparseRows(Method):
         if not recipe.recovery.trains:
             yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
         yield from exceeding("residual", self.start, self.end)
+        if self.window is not None and self.score == "movement":
+            yield "residual.window", f"is {self.window}, but by movement rows are masked anew at every step; write null"
+            return
         steps = next((training.steps for training in recipe.recovery.trainings.values()), 0)  # of the first training
         if self.window is not None and self.window > (most := steps - _cool_down(self, steps)):
             yield (
@@ -80,7 +94,8 @@ class SparseRows(Method):
         """Return the rule that prunes rows in a training of `steps` steps until the targets meet their budget."""
         low_rank = factorized(problem.model)
         dense = sum(target.parameters for target in problem.targets if target.name not in low_rank)
-        return RowPruning(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
+        rule = RowMasking if self.score == "movement" else RowPruning
+        return rule(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
 
 
 def _cool_down(settings: SparseRows, steps: int) -> int:
@@ -124,6 +139,16 @@ class _Rows:
         """Return the number of parameters that each row adds if all rows with higher scores are kept, `(out,)`."""
         places = _order(self.scores).argsort()
         return self.price(places + 1) - self.price(places)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The residual S `(out, in)`."""
+        return self.layer.get_parameter("residual")
+
+    @property
+    def pruned(self) -> Tensor:
+        """Whether each row is not kept, `(out,)`, on the device of the weight."""
+        return ~self.kept.to(self.weight.device)
 
     def is_dense(self, kept: Tensor) -> Tensor:
         """Return, as a tensor `()`, whether factors and rows `kept` `(out,)` are as large as the dense weight."""
@@ -179,11 +204,10 @@ class RowPruning(Rule):
         from 0 (choice; the paper does not say), so all scores are too small by the same factor 1 − β^t.
         """
         for rows in self.targets.values():
-            gradient = rows.layer.get_parameter("residual").grad
             if self.window is None:
-                self._smooth(rows, _sensitivity(rows, gradient))
+                self._smooth(rows, _sensitivity(rows, rows.weight.grad))
             else:
-                rows.gradient = gradient
+                rows.gradient = rows.weight.grad
 
     def after_update(self, step: int) -> None:
         """Prune the rows by eq. 9 after the update, with scores from before the update.
@@ -199,8 +223,7 @@ class RowPruning(Rule):
             self._average(step % self.window)
             if step % self.window and step < self.steps - self.end:
                 return
-        share = cubic(step, self.steps, self.start, self.end, self.room / self.at_first if self.at_first else 1.0)
-        self._prune(max(self.room, math.floor(share * self.at_first)))
+        self._prune(self._room_at(step))
 
     def finish(self) -> None:
         """Store only the surviving rows. The outputs of the model are the same as with zeros for the other rows."""
@@ -210,7 +233,7 @@ class RowPruning(Rule):
                 merge(self.model, name)
                 continue
             layer, indices = rows.layer, rows.layer.get_buffer("rows")
-            kept, weight = rows.kept.to(indices.device), layer.get_parameter("residual").detach()
+            kept, weight = rows.kept.to(indices.device), rows.weight.detach()
             layer.residual = nn.Parameter(weight[kept]) if kept.any() else None
             layer.rows = indices[kept] if kept.any() else None
 
@@ -247,8 +270,19 @@ class RowPruning(Rule):
                 self._smooth(rows, mean)
             rows.mean = (mean * steps + score) / (steps + 1)
 
+    def _room_at(self, step: int) -> int:
+        """Return the number of parameters that all rows together may have at this step, by the cubic schedule."""
+        share = cubic(step, self.steps, self.start, self.end, self.room / self.at_first if self.at_first else 1.0)
+        return max(self.room, math.floor(share * self.at_first))
+
     def _prune(self, room: int) -> None:
-        """Keep rows of all targets in descending order of score until `room` parameters are used; zero the others."""
+        """Choose the rows that are kept, and set the others to zero."""
+        self._choose(room)
+        for rows in self.targets.values():
+            rows.weight.data[rows.pruned] = 0
+
+    def _choose(self, room: int) -> None:
+        """Keep rows of all targets in descending order of score until `room` parameters are used."""
         targets = list(self.targets.values())
         order = _order(torch.cat([rows.scores for rows in targets]))
         prices = torch.cat([rows.prices() for rows in targets])
@@ -256,13 +290,48 @@ class RowPruning(Rule):
         kept[order] = prices[order].cumsum(0) <= room
         for rows, mask in zip(targets, kept.split([len(rows.scores) for rows in targets]), strict=True):
             rows.kept = mask | rows.is_dense(mask)
-            weight = rows.layer.get_parameter("residual").data
-            weight.masked_fill_((~rows.kept).unsqueeze(1).to(weight.device), 0)
+
+
+class RowMasking(RowPruning):
+    """Training rule of movement pruning: each row is multiplied by a mask of 0 or 1, and its score learns the mask.
+
+    Source: Sanh, Wolf and Rush, NeurIPS 2020, section 4. The rows with the best scores s have mask m = 1. The gradient
+    by m_i is used as the gradient by s_i (straight-through), so after all steps s_i = −Σ_t ∂L/∂m_i, which is the sum of
+    −w ∂L/∂(m_i w) over the weights w of the row. Masked rows have it, too. Their weights get no gradient, but
+    they stay, so that a masked row can come back.
+
+    (choice) s starts at 0 and its learning rate is 1, since only the order of scores matters. Rows of all targets
+    compete, as they do for their sensitivities; the paper chooses within each matrix. The number of rows follows
+    LoSparse's schedule.
+    """
+
+    hidden: Mapping[str, Tensor] = {}
+    """Target name → the masked rows of its residual, from before the forward pass until after the backward pass."""
+
+    def before_forward(self, step: int) -> None:
+        """Choose the masks of this step, and set the masked rows to zero for its forward and backward passes."""
+        self._choose(self._room_at(step))
+        self.hidden = {name: rows.weight.data[rows.pruned] for name, rows in self.targets.items()}
+        for rows in self.targets.values():
+            rows.weight.data[rows.pruned] = 0
+
+    def after_backward(self, step: int) -> None:
+        """Restore the masked rows, add −Σ w g to the score of each row, and clear the gradients of the masked rows."""
+        for name, rows in self.targets.items():
+            weight, gradient = rows.weight.data, rows.weight.grad
+            weight[rows.pruned] = self.hidden[name]
+            if gradient is not None:
+                rows.scores = rows.scores.to(weight.device) - (weight.float() * gradient.float()).sum(1)
+                gradient[rows.pruned] = 0
+        self.hidden = {}
+
+    def after_update(self, step: int) -> None:
+        """Do nothing: the masks of the next step are chosen before its forward pass."""
 
 
 def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
     """Return the mean of |S ⊙ ∂L/∂S| over each row, `(out,)`, for the current S; 0 if there is no gradient."""
-    weight = rows.layer.get_parameter("residual").detach()
+    weight = rows.weight.detach()
     if gradient is None:
         return torch.zeros(len(weight), device=weight.device)
     return (weight.float() * gradient.float()).abs().mean(dim=1)

@@ -13,7 +13,7 @@ TEACHER_CURVE = Path("reports/teacher.jsonl")
 CONTROL_NAME = "dense + recovery"
 """Name of the control in tables, which list it like a recipe that keeps all parameters."""
 TRIVIAL_NAME = "trivial baseline"
-"""Name of the trivial baseline in tables: predictions that do not depend on the input."""
+"""Name of the trivial baseline in tables: predictions that need no model."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 BENCHMARKS = Path("reports/benchmark.json")

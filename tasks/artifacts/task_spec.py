@@ -9,6 +9,7 @@ from typing import Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
+from tasks.artifacts.generation import Generation
 from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TaskName
 
@@ -37,6 +38,8 @@ class Task(BaseModel):
     max_length: int
     target_length: int | None
     """Largest number of tokens of a summary."""
+    generation: Generation | None = None
+    """Beam search for summaries; None: they are greedy."""
     prefix: str | None
     """Text before each document that is to be summarized."""
     stride: int | None

@@ -24,6 +24,7 @@ from eckart.recovery import Recovery
 from eckart.recovery.distillation import Distillation
 from eckart.residual import Residual
 from eckart.shaping import Shaping
+from tasks.artifacts.generation import Generation
 from tasks.config.schema import Goal, Params, ParamsError, Text, kinds_of, models_in
 
 _COLUMN = 40  # where comments begin
@@ -137,6 +138,8 @@ def page() -> str:
             lines += _table(inner[0]) if inner else [f"Default: `{_flow(field.default)}`."]
         if name == "study":
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
+        if name == "data":
+            lines += ["", "Keys of `data.generation`:", "", *_table(Generation)]
         if name == "evaluate":
             texts = "Keys of each text in `evaluate.texts` and `data.calibration_texts`."
             lines += ["", "### Texts", "", texts, "", *_table(Text)]

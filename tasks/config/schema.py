@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, to_jsonable_python
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
+from tasks.artifacts.generation import Generation
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import Runtime
@@ -237,6 +238,9 @@ class Data(Section):
     max_length: Count = Field(64, description="maximum number of tokens in an input; longer inputs are cut")
     target_length: Count | None = Field(
         None, description="maximum number of tokens in a summary; for summarization only"
+    )
+    generation: Generation | None = Field(
+        None, description="beam search for summaries: {beams: 8}; null: greedy; for summarization only"
     )
     prefix: str | None = Field(
         None, description='text put before each document, such as "summarize: "; null: none; for summarization only'

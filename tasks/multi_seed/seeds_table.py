@@ -345,7 +345,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
         "Metric": f"{metric.with_direction} {test}; of original and of control: {retained}.",
-        "Trivial": "the metric of an answer that reads no input.",
+        "Trivial": "the metric of an answer that needs no model.",
         "Control": f"the original model with the recovery fine-tuning of {params['study']['control']}.",
         "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
         f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "

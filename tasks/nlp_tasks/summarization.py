@@ -6,12 +6,14 @@ English letters and digits.
 
 (choice) ROUGE-L treats a summary as one sequence. Papers on CNN/DailyMail often report ROUGE-Lsum, the union over
 sentences, which is larger. For summaries of one sentence, as in XSum, the two are equal.
-(choice) Decoding is greedy, which is cheap and has no settings; papers use beam search, which scores somewhat higher.
-Other generation settings of the model (forced tokens, n-grams that must not repeat) are kept.
+(choice) Decoding is greedy unless data.generation asks for beams. Greedy decoding is cheap and has no settings; papers
+use beam search, which scores somewhat higher. Other generation settings of the model (forced tokens, n-grams that must
+not repeat) are kept.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,19 +37,24 @@ if TYPE_CHECKING:
     from tasks.config.schema import Data
 
 
+_TITLES = "".join(rf"(?<!\b{title})" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Prof"))
+_END = re.compile(rf"(?P<sentence>(?:{_TITLES}\.|[!?])[.!?]*[\"'”’)\]]*)\s+(?![a-z\s])")
+"""The end of a sentence; the group `sentence` is without the white space after it."""
+
+
 class Summarization(NlpTask):
     metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
     mean_metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
     text_pair: ClassVar = "refused"
     text_columns: ClassVar = ("text", "label")
-    options: ClassVar = ("target_length", "prefix")
+    options: ClassVar = ("target_length", "generation", "prefix")
     required_options: ClassVar = {"target_length": "how many tokens a summary has at most"}
     one_graph: ClassVar = False  # an export would need an encoder, a decoder and a decoder with cache
     auto_class: ClassVar = "AutoModelForSeq2SeqLM"
     head_class: ClassVar = "ForConditionalGeneration"
     own_loss: ClassVar = False
     pipeline: ClassVar = "summarization"
-    trivial_answer: ClassVar = "the first tokens of each document"
+    trivial_answer: ClassVar = "the first three sentences of each document (Lead-3)"
     perfect_is_far: ClassVar = True
     answers_may_differ: ClassVar = True
     answer_columns: ClassVar = {"summary": STRING}
@@ -126,17 +133,30 @@ class Summarization(NlpTask):
         return [{"summary": text} for text in self._written(model, tokenizer, data, batch)]
 
     def _written(self, model: PreTrainedModel, tokenizer: Tokenizer, data: Columns, batch: int) -> list[str]:
-        """Return the summaries that the model generates greedily, with at most `target_length` tokens each."""
-        options = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
+        """Return the summaries that the model generates, with at most `target_length` tokens each."""
+        options: dict[str, Any] = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
+        if search := self.spec.generation:
+            options["num_beams"] = search.beams
+            if search.length_penalty is not None:
+                options["length_penalty"] = search.length_penalty
         (ids,) = predict(model, data, self.collate(tokenizer, model), batch, lambda ids, _: (ids,), **options)
         ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # without the decoder's start token
         return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Answer with the first `target_length` tokens of each document, and score that. `train` is not used."""
-        documents, length = frame["text"].tolist(), self.spec.target_length
-        ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
-        return rouge(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
+        """Answer with the first three sentences of each document, and score that. Only `frame` is used."""
+        return rouge(frame["label"].tolist(), [lead(document) for document in frame["text"]])
+
+
+def lead(document: str, sentences: int = 3) -> str:
+    """Return the first sentences of a document, or all of it if it has no more.
+
+    (choice) A sentence ends with `.`, `!` or `?`, and quotes or brackets that close there, before white space that is
+    not followed by a small letter. A dot after a single capital letter (J. Smith) or after Mr, Mrs, Ms, Dr, St or Prof
+    ends none. A line break is white space like any other.
+    """
+    ends = [match.end("sentence") for match in _END.finditer(document)]
+    return document[: ends[sentences - 1]] if len(ends) >= sentences else document
 
 
 def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:

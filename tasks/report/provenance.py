@@ -33,6 +33,7 @@ def provenance(results: Results) -> dict[str, str]:
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "
         f"examples, the same for every model; {cut(data)}.",
         **calibration(data),
+        **generation(data),
         "Base model": base(model) + dtype,
         "Original model": original,
         **({"Trainings": f"All {ways}."} if ways else {}),
@@ -79,6 +80,19 @@ def calibration(data: schema.Data) -> dict[str, str]:
     parts["that the original model wrote"] = data.written.examples
     blocks = "; ".join(f"{amount:,} {of}" for of, amount in parts.items() if amount)
     return {"Calibration": f"At most these blocks of {data.max_length} tokens: {blocks}."}
+
+
+def generation(data: schema.Data) -> dict[str, str]:
+    """Describe the beam search that writes summaries: topic → sentence; empty if there is none."""
+    if not data.generation:
+        return {}
+    options = {
+        "num_beams": data.generation.beams,
+        "length_penalty": data.generation.length_penalty,
+        "max_new_tokens": data.target_length,
+    }
+    stated = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    return {"Summaries": f"Written by beam search: model.generate(**inputs, do_sample=False, {stated})."}
 
 
 def recipes_yaml(results: Results, names: Iterable[str]) -> str:

@@ -66,25 +66,16 @@ class Scorer:
         return scores
 
     def all_scores(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        scored: Scored | None = None,
-        texts: Mapping[str, Score] | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
     ) -> tuple[Scores, Predictions]:
-        """Return all scores of a model that may be promoted, and its per-example results.
-
-        `scored` is the result on the test split, and `texts` those on other texts, if they were computed before; None:
-        they are computed here.
-        """
-        test, settings = scored or self.score_on("test", model, tokenizer, name), self.settings
+        """Return all scores of a model that may be promoted, and its per-example results."""
+        test, settings = self.score_on("test", model, tokenizer, name), self.settings
         validation = self.score_on("validation", model, tokenizer, name)
         scores = Scores(
             score=test.score,
             validation=validation.score,
             zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
-            texts=self.on_texts(model, tokenizer, name) if texts is None else dict(texts),
+            texts=self.on_texts(model, tokenizer, name),
             continuations=continuations(model, tokenizer, self.task, self.splits["test"], settings.continuation),
         )
         return scores, {"test": test.predictions, "validation": validation.predictions}
@@ -96,7 +87,7 @@ def load_scorer(*splits: Split) -> Scorer:
 
 
 def same_weights(before: Path, after: Path) -> bool:
-    """Whether two folders have equal weights, as after a training without steps. Then one set of scores serves both."""
+    """Whether two folders have equal weights, as after a training without steps."""
     names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 

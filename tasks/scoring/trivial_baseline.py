@@ -1,6 +1,6 @@
 """Check that the original model is better than a trivial baseline.
 
-A trivial baseline reads no input: for example, it answers every input with the most frequent class. If the original
+A trivial baseline has no model: for example, it answers every input with the most frequent class. If the original
 model is not better, it has not learned the task, and a study of it says nothing about compression.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from eckart.model.hf_format import save
 from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, merge, residual_rows
 from eckart.model.targets import Target, find_targets
-from eckart.residual.sparse_rows import RowPruning, SparseRows
+from eckart.residual.sparse_rows import RowMasking, RowPruning, SparseRows
 from tests import tiny
 
 BATCH = tiny.collate(tiny.samples(8))
@@ -158,6 +159,71 @@ def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothin
     torch.testing.assert_close(rule.state()["map0"], expected.mean(dim=1), rtol=1e-4, atol=1e-6)
 
 
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def step_of_masks(rule: RowMasking, step: int, gradient: Sequence[Sequence[float]], rate: float) -> list[list[float]]:
+    """Return the rows in the forward pass of a step of SGD in which the residual gets this gradient."""
+    (residual,) = (rows.weight for rows in rule.targets.values())
+    rule.before_forward(step)
+    inside = residual.tolist()
+    residual.grad = torch.tensor(gradient)
+    rule.after_backward(step)
+    with torch.no_grad():
+        residual -= rate * residual.grad
+    rule.after_update(step)
+    return inside
+
+
+def test_movement_solved_by_hand_and_a_masked_row_that_comes_back():
+    """Two rows, room for one at the second step. Row 0 shrinks in the first step, and row 1 grows."""
+    model = model_of(layer(torch.tensor([[2.0, 1.0], [1.0, -1.0]])))
+    rule = RowMasking(model, settings(score="movement", start=0.25, end=0.75), budget=2, steps=4)
+    residual = model["map0"].residual
+
+    assert step_of_masks(rule, 0, [[1.0, 1.0], [-1.0, 2.0]], 0.1) == [[2.0, 1.0], [1.0, -1.0]]
+    torch.testing.assert_close(rule.state()["map0"], torch.tensor([-2.0 - 1.0, 1.0 + 2.0]))
+    torch.testing.assert_close(residual.detach(), torch.tensor([[1.9, 0.9], [1.1, -1.2]]))
+
+    # row 0 is masked; its weights stay as they are, and its score gets −(−5 · 1.9 + 0 · 0.9), row 1's −(10 · 1.1)
+    inside = step_of_masks(rule, 1, [[-5.0, 0.0], [10.0, 0.0]], 0.1)
+    torch.testing.assert_close(torch.tensor(inside), torch.tensor([[0.0, 0.0], [1.1, -1.2]]))
+    torch.testing.assert_close(rule.state()["map0"], torch.tensor([-3.0 + 9.5, 3.0 - 11.0]))
+    torch.testing.assert_close(residual.detach(), torch.tensor([[1.9, 0.9], [0.1, -1.2]]))
+
+    inside = step_of_masks(rule, 2, [[0.0, 0.0], [0.0, 0.0]], 0.1)
+    torch.testing.assert_close(torch.tensor(inside), torch.tensor([[1.9, 0.9], [0.0, 0.0]]))
+    rule.finish()
+    torch.testing.assert_close(model["map0"].residual.detach(), torch.tensor([[1.9, 0.9]]))
+    assert model["map0"].rows.tolist() == [0]
+
+
+def test_scores_of_movement_are_minus_the_sums_of_the_gradients_of_masks():
+    """A dense model whose rows are multiplied by masks, with SGD on both, against the rule."""
+    start = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    model = model_of(layer(start))
+    rule = RowMasking(model, settings(score="movement", end=0.4), budget=6, steps=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    weight, scores, masks = start.clone(), torch.zeros(6), []
+    for number in range(5):
+        x, wanted = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1 + number)).unbind()
+        x = x[:, :3]
+        optimizer.zero_grad()
+        rule.before_forward(number)
+        masks.append(rule.targets["map0"].kept)
+        mask = masks[-1].float().requires_grad_()
+        dense = weight.clone().requires_grad_()
+        (x @ (mask.unsqueeze(1) * dense).T - wanted).square().mean().backward()
+        (model["map0"](x) - wanted).square().mean().backward()
+        rule.after_backward(number)
+        optimizer.step()
+        rule.after_update(number)
+        scores, weight = scores - mask.grad, weight - 0.3 * dense.grad
+        torch.testing.assert_close(rule.state()["map0"], scores)
+        torch.testing.assert_close(model["map0"].residual.detach(), weight)
+    assert any((later & ~earlier).any() for earlier, later in itertools.pairwise(masks))
+
+
 # --- which rows are kept ---------------------------------------------------------------------------------------------
 
 
@@ -240,24 +306,31 @@ def test_the_best_rows_that_the_budget_pays_for_are_left_and_finish_changes_no_o
 # --- the schedule ----------------------------------------------------------------------------------------------------
 
 
-def shares(steps: int, start: float, end: float, final: int = 0, count: int = 64) -> list[int]:
-    """Rows left after each step, of `count` rows with one parameter each."""
-    rule = RowPruning(model_of(layer(torch.ones(count, 1))), settings(start=start, end=end), final, steps)
+def shares(steps: int, start: float, end: float, final: int = 0, rule_of: type[RowPruning] = RowPruning) -> list[int]:
+    """Rows left in or after each step, of 64 rows with one parameter each."""
+    rule = rule_of(model_of(layer(torch.ones(64, 1))), settings(start=start, end=end), final, steps)
     left = []
     for number in range(steps):
+        rule.before_forward(number)
+        rule.after_backward(number)
         rule.after_update(number)
         left.append(int(rule.targets["map0"].kept.sum()))
     return left
 
 
-def test_the_schedule_is_cubic_between_start_and_end():
+RULES = pytest.mark.parametrize("rule_of", [RowPruning, RowMasking])
+
+
+@RULES
+def test_the_schedule_is_cubic_between_start_and_end(rule_of):
     """8 steps: 2 with all rows, 2 with the fewest, and 64 · (1, 3/4, 1/2, 1/4)³ between."""
-    assert shares(8, 0.25, 0.25) == [64, 64, 64, 27, 8, 1, 0, 0]
+    assert shares(8, 0.25, 0.25, rule_of=rule_of) == [64, 64, 64, 27, 8, 1, 0, 0]
 
 
+@RULES
 @pytest.mark.parametrize(("steps", "start", "end"), [(1, 0, 0), (5, 1, 0), (5, 0, 1), (3, 0.5, 0.5)])
-def test_the_last_step_meets_the_budget_whatever_the_schedule(steps, start, end):
-    left = shares(steps, start, end, final=7)
+def test_the_last_step_meets_the_budget_whatever_the_schedule(steps, start, end, rule_of):
+    left = shares(steps, start, end, final=7, rule_of=rule_of)
     assert left[-1] == 7
     assert left == sorted(left, reverse=True)
 

@@ -20,7 +20,7 @@ from eckart.model.targets import Target, find_targets, weight_of
 from eckart.ranks.hypernetwork import HypernetworkSearch
 from eckart.ranks.threshold import ThresholdSearch
 from eckart.recovery.mixed_rank import MixedRankRule
-from eckart.residual.sparse_rows import RowPruning
+from eckart.residual.sparse_rows import RowMasking, RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
 from tasks.training.checkpoints import SECONDS
@@ -66,6 +66,12 @@ def sparse_rows_in_windows(model: PreTrainedModel, targets: tuple[Target, ...]) 
     return RowPruning(model, settings, sum(target.parameters for target in targets) // 2, STEPS)
 
 
+def masked_rows(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
+    factorized(model, targets, True)
+    settings = RECIPES["movement_pruning"].residual
+    return RowMasking(model, settings, sum(target.parameters for target in targets) // 2, STEPS)
+
+
 def trained(make: Callable[[PreTrainedModel, tuple[Target, ...]], Rule], kill: int | None = None) -> list[bytes]:
     """Return the bytes of the model and of the rule's state after training."""
     model = bert()
@@ -77,7 +83,7 @@ def trained(make: Callable[[PreTrainedModel, tuple[Target, ...]], Rule], kill: i
     ]
 
 
-@pytest.mark.parametrize("make", [hypernetwork, threshold, pruning, mixed_rank, sparse_rows_in_windows])
+@pytest.mark.parametrize("make", [hypernetwork, threshold, pruning, mixed_rank, sparse_rows_in_windows, masked_rows])
 def test_a_killed_training_goes_on_to_the_same_bytes(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from flows.registry.model_package import save, settings_of
 from flows.registry.pyfunc_model import Served
 from flows.registry.versions import CHAMPION, connected
 from tasks.artifacts.errors import StageError
+from tasks.artifacts.generation import Generation
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tests import tiny
@@ -168,7 +169,7 @@ CASES = {
         test_answers.task(12), test_answers.bert, tiny_tokenizer, lambda: test_answers.asked(20)
     ),
     "summarization": Case(
-        test_summarization.task(prefix="summarize: "),
+        test_summarization.task(prefix="summarize: ", generation=Generation(beams=3, length_penalty=2.0)),
         test_summarization.t5,
         test_summarization.tokenizer,
         lambda: test_summarization.rows(20),

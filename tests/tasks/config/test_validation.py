@@ -303,6 +303,7 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
     [
         ("target_length", 8, "summarization"),
         ("prefix", "summarize: ", "summarization"),
+        ("generation", {"beams": 8, "length_penalty": 2.0}, "summarization"),
         ("stride", 8, "question_answering"),
         ("separator", "</s>", "language_modeling"),
         ("calibration_blocks", "random", "language_modeling"),
@@ -478,6 +479,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps"),
     ({"residual": "losparse", "residual.start": 0.8}, "residual"),
     ({"residual": "losparse", "residual.window": 43}, "residual.window"),
+    ({"residual": "movement_pruning", "residual.window": 10}, "residual.window"),
     ({"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}}, "recovery.then.steps"),
     ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping"),
     ({"ranks": "ars", "ranks.last_rate": 0.1}, "ranks.last_rate"),

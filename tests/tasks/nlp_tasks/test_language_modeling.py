@@ -269,6 +269,7 @@ class TestStages:
         svd = settings["recipes"]["svd"]
         settings["recipes"]["tolerance"] = svd | {"weighting": {"kind": "inputs"}, "ranks": tolerance}
         svd["recovery"] = {**svd["recovery"], "steps": 0}
+        svd["storage"] = "pivoted"
         recipes = ("svd", "kfac", "tolerance")
         settings["study"]["recipes"] = list(recipes)
         settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt", "separator": "</s>", "examples": 5}}
@@ -278,7 +279,8 @@ class TestStages:
         run_study(*recipes)
         said = capsys.readouterr().out
         for scored in ("test examples", "examples of other"):
-            assert len(re.findall(f"recovered: .* {scored}", said)) == 2
+            assert len(re.findall(f"recovered: .* {scored}", said)) == 3
+            assert len(re.findall(f"factorized: .* {scored}", said)) == 2
         (tied,) = (
             target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
         )

@@ -37,13 +37,14 @@ from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import factorize_target
 from eckart.model.targets import find_targets, weight_of
+from tasks.artifacts.generation import Generation
 from tasks.artifacts.results_schema import Score
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.models.base_model import load_base
 from tasks.models.model_io import random_inputs, size
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.summarization import rouge
+from tasks.nlp_tasks.summarization import lead, rouge
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
 
@@ -111,9 +112,9 @@ def drawn(family: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return family(config).eval()
 
 
-def task(max_length: int = 16, target_length: int = 6, prefix: str | None = None) -> Task:
-    changes = {"target_length": target_length, "prefix": prefix}
-    return a_task("summarization", (), "rouge1", max_length).model_copy(update=changes)
+def task(max_length: int = 16, **changes: Any) -> Task:
+    """Summaries have at most 6 tokens, unless `changes` say otherwise."""
+    return a_task("summarization", (), "rouge1", max_length).model_copy(update={"target_length": 6, **changes})
 
 
 def rows(count: int = 60) -> pd.DataFrame:
@@ -253,10 +254,10 @@ def written(model: PreTrainedModel, text: str, length: int) -> str:
 @pytest.mark.parametrize("build", [t5, lambda: factorized(bart())], ids=["dense", "low rank"])
 def test_a_score_is_that_of_what_the_model_writes_greedily_row_by_row(build: Callable[[], PreTrainedModel]) -> None:
     model = build()
-    frame = rows(30)
+    frame = rows(12)
     texts = [written(model, text, 6) for text in frame["text"]]
     assert len(set(texts)) > 1
-    frame["label"] = [text or "plot" for text in texts[:15]] + frame["label"].tolist()[15:]  # some are as written
+    frame["label"] = [text or "plot" for text in texts[:6]] + frame["label"].tolist()[6:]  # some are as written
     result = scored(model, frame, batch_size=7)
     assert result.metrics == pytest.approx(rouge(frame["label"].tolist(), texts).mean().to_dict())
     assert result.metrics["rouge1"] > 0.3
@@ -267,6 +268,48 @@ def test_beams_and_chance_of_the_model_s_own_settings_do_not_count() -> None:
     expected = scored(model, rows(10))
     model.generation_config.update(num_beams=4, do_sample=True, max_length=3)
     assert scored(model, rows(10)) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "search", "expected"),
+    [
+        (0.0, None, "dull dull dull dull"),
+        (4.0, {"length_penalty": 0.0}, ""),
+        (0.0, {"length_penalty": 4.0}, "dull dull dull dull"),
+        (0.0, {}, ""),  # the model's own penalty
+    ],
+)
+def test_beams_find_the_likeliest_summary_by_hand(own: float, search: dict[str, float] | None, expected: str) -> None:
+    """The end has half the probability of "dull": the empty summary is likelier than any of more words.
+
+    Greedily the end never comes. Divided by the fourth power of their lengths, log-probabilities rise with each word.
+    """
+    model = constant("dull", 1000.0)
+    with torch.no_grad():
+        model.final_logits_bias[0, END] = math.log(500.0)
+    model.generation_config.length_penalty = own
+    generation = None if search is None else Generation(beams=3, **search)
+    kind = kind_of(task(target_length=4, generation=generation))
+    (answer, other) = kind.answers(model, tokenizer(), rows(2), 2)
+    assert answer == other == {"summary": expected}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ("One. Two! Three? Four.", "One. Two! Three?"),
+        ("One.\n\nTwo at 3.5 m...  Three, he said. Four", "One.\n\nTwo at 3.5 m...  Three, he said."),
+        ('"One." (Two.) \u201cThree!\u201d Four.', '"One." (Two.) \u201cThree!\u201d'),
+        (
+            "Mr. J. Smith of St. Ives e.g. is one. Two.  and two. Three. Four.",
+            "Mr. J. Smith of St. Ives e.g. is one. Two.  and two. Three.",
+        ),
+        ("one. two. three. four.", "one. two. three. four."),
+        ("No end", "No end"),
+    ],
+)
+def test_the_lead_is_the_first_three_sentences(document: str, expected: str) -> None:
+    assert lead(document) == expected
 
 
 def test_macs_count_the_decoder_too(tmp_path: Path) -> None:
@@ -296,7 +339,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_candidate_goes_from_texts_to_scores() -> None:
-    workspace(Path(), t5(), rows())
+    workspace(Path(), t5(), rows(), generation={"beams": 2})
     for stage in ("extract", "teacher", "control", "dense", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
@@ -312,7 +355,8 @@ def test_a_candidate_goes_from_texts_to_scores() -> None:
     for scores in (before["score"], after["factorized"], after["recovered"]):
         assert scores["metric"] == scores["metrics"]["rougeL"]
     model = AutoModelForSeq2SeqLM.from_pretrained("models/finetuned/kfac-0.5")
-    again = kind_of(task()).score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), 5, "test").score
+    kind, test = kind_of(task(generation=Generation(beams=2))), pd.read_parquet("data/splits/test.parquet")
+    again = kind.score(model, tokenizer(), test, 5, "test").score
     assert again.metrics == pytest.approx(after["recovered"]["metrics"])
     assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
 

@@ -932,6 +932,16 @@ def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
     assert "AutoModelForSequenceClassification.from_pretrained" in written.text
 
 
+def test_page_and_card_say_how_summaries_are_written() -> None:
+    make_study(["svd"], [0.5], ["map"], "rouge1")
+    params = json.loads(Path("params.yaml").read_text())
+    data = {**params["data"], "target_length": 142, "generation": {"beams": 8, "length_penalty": None}}
+    edit("params.yaml", data=data)
+    compare.compare()
+    for text in (page(), Path("reports/cards/svd-0.5.md").read_text()):
+        assert "model.generate(**inputs, do_sample=False, num_beams=8, max_new_tokens=142)" in text
+
+
 def test_a_card_states_the_licence_of_the_base_model() -> None:
     """In the hub's words; where the base model states none, neither does the card. It says what became of the head."""
     make_study(["svd"], [0.5], ["map"])
