@@ -40,7 +40,8 @@ def test_punctuation_ends_a_word_only_where_that_is_asked() -> None:
     [
         (new(), TEXT),
         (
-            new(model_type="bert", config=BERT), a_task("classification", ("a", "b"), "accuracy"),
+            new(model_type="bert", config=BERT),
+            a_task("classification", ("a", "b"), "accuracy"),
         ),
     ],
 )
