@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, metric_cell, metric_title
@@ -31,9 +32,9 @@ BITS = (16, 12, 8, 6, 4)
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, targets: Targets, bits: int) -> None:
-    """Round all matrices of the targets to multiples of a step, in place."""
-    for name in (layer.name for target in targets.targets for layer in target.layers):
+def round_weights(model: nn.Module, layers: Iterable[str], bits: int) -> None:
+    """Round all matrices of the layers with these names in place, each to multiples of a step of its own."""
+    for name in layers:
         for matrix in (values for values in model.get_submodule(name).parameters() if values.ndim > 1):
             step = matrix.abs().max() / (2 ** (bits - 1) - 1)
             if step > 0:
@@ -46,7 +47,8 @@ def main() -> None:
     asked = parser.parse_args()
     quiet()
     torch.set_num_threads(section("threads", Threads).candidate)
-    scorer, targets = load_scorer("test"), Targets.model_validate_json(TARGETS.read_text())
+    scorer, targets = load_scorer("test"), Targets.model_validate_json(TARGETS.read_text()).targets
+    layers = [layer.name for target in targets for layer in target.layers]
     print(f"| {metric_title()} | float32 | {' | '.join(f'{bits} bits' for bits in BITS)} |")
     print("|---" * (2 + len(BITS)) + "|")
     for name in (ORIGINAL, *asked.candidates):
@@ -54,7 +56,7 @@ def main() -> None:
         for bits in (None, *BITS):
             model, tokenizer = load(folder, kind_of(scorer.task).auto)
             if bits:
-                round_weights(model, targets, bits)
+                round_weights(model, layers, bits)
             with redirect_stdout(sys.stderr):
                 score = scorer.score_on("test", model.eval(), tokenizer, f"{name}, {bits} bits").score
             cells.append(metric_cell(score.metric))
