@@ -98,9 +98,11 @@ def main() -> None:
         print(f"## Against the default `quantize_dynamic`\n\n{text}\n", flush=True)
     print("## How near to the limit of matrix products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
+    print(f"## Time of each module\n\n{output_of('modules', *names)}\n", flush=True)
     for recipe in with_multiples():
         print(f"## Multiples of ranks on this processor\n\n{output_of('multiples', recipe)}\n", flush=True)
     print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
+    print(f"## Weights of fewer bits\n\n{output_of('bits', *names)}\n", flush=True)
     if writes:
         print(f"## Text generation\n\n{output_of('generation', *names)}\n", flush=True)
     print(f"## Time of each step\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)

@@ -1,4 +1,4 @@
-"""Stage teacher: fine-tune the base model on the task → models/teacher, the original model, and its training curve.
+"""Stage teacher: train the base or a new model on the task → models/teacher, the original model; its training curve.
 
 The model before this training is saved in models/untaught, since recipes with `source: base` compress it instead.
 """
@@ -10,10 +10,10 @@ import math
 from transformers import set_seed
 
 from tasks.artifacts.results_schema import TEACHER_CURVE
-from tasks.artifacts.task_spec import Task, load_task
+from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model, Seed, Trainer, Training, section
 from tasks.data.loading import encoded
-from tasks.models import licence, task_head
+from tasks.models import licence, new_model, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
@@ -22,11 +22,16 @@ from tasks.training.loop import train
 
 
 def teacher() -> None:
-    """Fine-tune the base model on the task. Zero epochs leave it unchanged."""
-    settings, task, seed = section("teacher", Training), load_task(), section("seed", Seed)
+    """Fine-tune the base model on the task, or train a new one. Zero epochs leave a base model unchanged."""
+    settings, model, task, seed = (
+        section("teacher", Training),
+        section("model", Model),
+        load_task(),
+        section("seed", Seed),
+    )
     kind = kind_of(task)
     set_seed(seed)
-    base = load_base(section("model", Model), task)
+    base = new_model.make(model.new, model.dtype, task, load_split("train")) if model.new else load_base(model, task)
     _check(base, settings, task)
     data = encoded("train", base.tokenizer)
     with output(UNTAUGHT) as folder:
@@ -52,6 +57,8 @@ def teacher() -> None:
 
 def _check(base: Base, settings: Training, task: Task) -> None:
     """Raise StageError if the head would stay untrained or positions are too few; print what became of the head."""
+    if base.fit == "random" and not settings.epochs:
+        raise StageError("with teacher.epochs: 0 the new model would keep its random weights: raise teacher.epochs")
     if base.fit == "other" and not settings.epochs:
         raise StageError(
             f"{base.head} With teacher.epochs: 0 it would stay untrained: raise teacher.epochs, or give the old head's "

@@ -152,10 +152,12 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
         from flows.workspace import params_from_data  # slow: it imports both
     if base:
         step(f"reading the config and tokenizer of {options.base}")
-        changes["model"] = {"base": base}
+        changes["model"] = {"base": base} | ({"new": None} if present["model"]["new"] else {})
         with chdir(draft):
             params_from_data.read_base(base)
     if source:
+        if not (base or present["model"]["base"]):
+            raise InitError(f"{PARAMS} describes a new model, which no data are needed for: name a model with --base")
         data = _completed(options, present)
         step(f"reading {options.data or source}")
         with chdir(draft):

@@ -25,7 +25,7 @@ from eckart.recovery.distillation import Distillation
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from tasks.artifacts.generation import Generation
-from tasks.config.schema import Goal, Params, ParamsError, Text, kinds_of, models_in
+from tasks.config.schema import Goal, NewModel, Params, ParamsError, Text, kinds_of, models_in
 
 _COLUMN = 40  # where comments begin
 _WIDTH = 120
@@ -140,6 +140,8 @@ def page() -> str:
             lines += ["", "### Goals", "", "An entry of `study.goals` has exactly one limit.", "", *_table(Goal)]
         if name == "data":
             lines += ["", "Keys of `data.generation`:", "", *_table(Generation)]
+        if name == "model":
+            lines += ["", "### New models", "", "Keys of `model.new`.", "", *_table(NewModel)]
         if name == "evaluate":
             texts = "Keys of each text in `evaluate.texts` and `data.calibration_texts`."
             lines += ["", "### Texts", "", texts, "", *_table(Text)]

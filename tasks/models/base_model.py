@@ -55,6 +55,7 @@ def load_base(params: Model, task: Task) -> Base:
     Raises:
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
     """
+    assert params.base is not None
     with ExitStack() as stack:
         source, extra = located(params.base, stack)
         try:

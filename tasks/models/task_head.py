@@ -17,12 +17,12 @@ _HEADS_OF_LABELS = ("ForMultipleChoice", "ForSequenceClassification", "ForTokenC
 _SHOWN = 5  # most names of labels in a message
 _FILE = "head.txt"
 
-Fit = Literal["none", "known", "by position", "other"]
+Fit = Literal["none", "known", "by position", "other", "random"]
 """Fit of a base model's head to the task.
 
 none: the model has no head of the task's kind. known: the outputs are the labels, in any order. by position: there is
 one output for each label, and either the outputs or the labels have only numbers as names. other: none of these, so a
-new head is made.
+new head is made. random: the whole model is new.
 """
 
 

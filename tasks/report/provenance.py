@@ -54,7 +54,9 @@ def source(data: schema.Data | schema.Text) -> str:
 
 
 def base(model: schema.Model) -> str:
-    """Return the name of the base model, with its revision."""
+    """Return the name of the base model, with its revision; of a new model, its type."""
+    if model.new:
+        return f"a new {model.new.model_type}, with random weights"
     return " at ".join(filter(None, (model.base, model.revision)))
 
 

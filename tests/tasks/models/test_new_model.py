@@ -1,0 +1,66 @@
+"""A new model: its vocabulary is the words of the training text, and what its config cannot be is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from tasks.artifacts.task_spec import Task
+from tasks.config.schema import Model, NewModel
+from tasks.models.new_model import make, word_tokenizer
+from tasks.runtime.stage_runner import StageError
+from tests.workspace import a_task
+
+TEXT = a_task("language_modeling", (), "perplexity")
+BERT = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 4}
+TRAIN = pd.DataFrame({"text": ["the plot is dull\n", "the <unk> is N , n't it\n"]})
+
+
+def new(**settings: Any) -> NewModel:
+    return NewModel(**{"model_type": "eckart_lstm", "config": {"embedding_size": 4, "hidden_size": 6}, **settings})
+
+
+def test_words_are_the_most_frequent_ones_and_a_line_break_is_a_token() -> None:
+    tokenizer = word_tokenizer(new(vocabulary=3), TRAIN["text"])
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == ["<pad>", "<unk>", "\n", "is", "the", ","]
+    assert tokenizer("the <unk>\nis, is N\n", add_special_tokens=False)["input_ids"] == [4, 1, 2, 1, 3, 1, 2]
+
+
+def test_punctuation_ends_a_word_only_where_that_is_asked() -> None:
+    for words, tokens in (("spaces", ["it,", "n't"]), ("punctuation", ["it", ",", "n", "'", "t"])):
+        tokenizer = word_tokenizer(new(words=words), ["it, n't"])
+        assert tokenizer.tokenize("it, n't") == tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        (new(), TEXT),
+        (
+            new(model_type="bert", config=BERT),
+            a_task("classification", ("a", "b"), "accuracy"),
+        ),
+    ],
+)
+def test_a_model_of_the_config_has_a_row_for_each_word_and_the_head_of_the_task(model: NewModel, task: Task) -> None:
+    torch.manual_seed(0)
+    made = make(model, "float32", task, TRAIN)
+    assert made.model.get_input_embeddings().num_embeddings == len(made.tokenizer) == 11
+    ids = made.tokenizer(["the plot is dull"], return_tensors="pt")["input_ids"]
+    assert made.model(input_ids=ids).logits.shape == ((1, 4, 11) if task is TEXT else (1, 2))
+
+
+@pytest.mark.parametrize("wrong", [{"hiden_size": 8}, {"vocab_size": 8}])
+def test_a_value_that_the_config_does_not_have_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(StageError, match=next(iter(wrong))):
+        make(new(config=wrong), "float32", TEXT, TRAIN)
+
+
+def test_a_model_is_either_new_or_has_a_base() -> None:
+    for settings in ({"base": None}, {"new": new()}):
+        with pytest.raises(ValueError, match="base or new"):
+            Model(**settings)
+    assert Model(base=None, new=new()).new
