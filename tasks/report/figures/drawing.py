@@ -112,7 +112,8 @@ def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
 
 
 def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
-    return {**look, "marker": look["marker"] if plot.marks else None}
+    dashes = "-" if plot.steps else look["linestyle"]
+    return {**look, "marker": look["marker"] if plot.marks else None, "linestyle": dashes}
 
 
 def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: Transform) -> None:
@@ -120,7 +121,8 @@ def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: T
     place = {"transform": axes.transData + beside}
     shown = _look(plot, look) if len(line.x) > 1 else look
     if plot.steps:
-        axes.step(line.x, line.y, where="post", **shown, **place)
+        axes.step(line.x, line.y, where="post", **{**shown, "linewidth": 1}, **place)
+        axes.fill_between(line.x, line.y, step="post", color=look["color"], alpha=0.25, linewidth=0)
     else:
         axes.plot(line.x, line.y, **shown, **place)
     axes.update_datalim([*zip(line.x, line.y, strict=True)])

@@ -17,7 +17,7 @@ from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import CandidateResults, Curve, Results
 
-_KEEP = "keep (share of the target layers’ parameters)"
+_KEEP = "keep (share of target parameters)"
 
 
 def plots_of(results: Results) -> list[Plot]:
