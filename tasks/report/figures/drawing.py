@@ -118,7 +118,7 @@ def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: Transform) -> None:
     """Draw a line `beside` its place: matplotlib then has to be told the points that the axes must show."""
-    place = {"transform": axes.transData + beside}
+    place: dict[str, Any] = {"transform": axes.transData + beside}
     shown = _look(plot, look) if len(line.x) > 1 else look
     if plot.steps:
         axes.step(line.x, line.y, where="post", **{**shown, "linewidth": 1}, **place)

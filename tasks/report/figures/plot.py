@@ -17,7 +17,7 @@ ORIGINAL, CONTROL = "original", "control"
 class Line(BaseModel):
     """Line of a plot: its points in order and, where they are known, the ends of an interval of each y."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -40,7 +40,7 @@ class Plot(BaseModel):
         steps: whether each y holds from its x to the next, as in a histogram.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     name: str
     title: str
