@@ -27,6 +27,7 @@ from tasks.report.figures.drawing import Format, draw
 from tasks.report.figures.of_results import kind_in_layer, plots_of
 from tasks.report.figures.of_weights import Weights, middle, spectra
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Pattern, Plot, labels_of, mean_over_seeds
+from tasks.report.page import page
 from tasks.report.results import DENSE, Results, load_results
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 
@@ -203,6 +204,17 @@ def test_scores_of_neurons_are_the_first_sensitivities() -> None:
     shown = of_weights.score_histogram("s", "0.5", {"itp": scores}, ("itp",)).panels["dense"]["itp"]
     assert sum(shown.y[:-1]) == 6
     assert shown.x[-1] == pytest.approx(float(expected.detach().max()))
+
+
+def test_the_page_leads_to_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tasks.scoring.bootstrap.RESAMPLES", 100)
+    make_study(["svd"], [0.5], bert_like(1))
+    study = json.loads(Path("params.yaml").read_text())["study"]
+    edit("params.yaml", study={**study, "figures": {"results": None}})
+    text = page(load_results(), {})
+    assert 'href="figures/results/"' in text
+    assert "figures/weights" not in text
 
 
 def test_the_stage_is_of_no_candidate() -> None:
