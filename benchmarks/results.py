@@ -232,6 +232,7 @@ def unconfirmed() -> str:
             difference = pair(study, model, reference, step, task=task)
             if difference.low <= 0:
                 lines.append([paper, claim, f"[{data}]({study}.md)", when, difference.points])
+    lines.sort(key=lambda line: line[0])
     return markdown(["paper", "claim", "data", "fine-tuning", "difference, points"], lines, left=4)
 
 
