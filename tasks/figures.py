@@ -40,7 +40,7 @@ def figures(part: str) -> None:
     found: dict[FigurePart, Any] = {"results": plots_of, "weights": _of_weights}
     count = 0
     with output(FIGURES / part) as folder:
-        for figure in found[part](results):  # type: ignore[index]
+        for figure in found[part](results):
             write(figure, folder)
             count += 1
     say(f"{count} figures in {FIGURES / part}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
@@ -150,12 +151,16 @@ def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
                 shares[candidate.recipe] = 100 * float(keep) * residual["low_rank"]
         if len({*shares.values()}) > 1:
             at = [each for each in results.candidates if each.keep == keep and each.recipe in shares]
-            lines[f"keep {keep}"] = _scores(results, at, "recovered", lambda each, shares=shares: shares[each.recipe])
+            lines[f"keep {keep}"] = _scores(results, at, "recovered", partial(_share_of, shares))
     if lines:
         levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
         x = "factors, % of the target layers’ weights"
         plot = _score_plot(results, "score-over-low-rank", "over the share of factors", lines, x, levels)
         yield plot.model_copy(update={"order": tuple(lines)})
+
+
+def _share_of(shares: dict[str, float], candidate: CandidateResults) -> float:
+    return shares[candidate.recipe]
 
 
 def _scores_over_speed(results: Results) -> Iterator[Plot]:

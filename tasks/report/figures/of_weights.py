@@ -124,7 +124,7 @@ def neuron_scores(
         layer.get_parameter("residual").requires_grad_(True)
     count = 0
     for batch in batches:
-        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss(model, batch).backward()
         count += len(next(iter(batch.values())))
     scores = {}
     for name, layer in layers.items():
