@@ -453,6 +453,9 @@ def other_study(
     table: Annotated[
         Path | None, typer.Option(help="Write the table to this .md file, and its numbers to .csv files next to it.")
     ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Draw the figures of study.figures into this folder, as means over the seeds.")
+    ] = None,
 ) -> None:
     """Run a study with several seeds, and print mean and spread.
 
@@ -464,6 +467,10 @@ def other_study(
     from tasks.multi_seed import seeds_table, study_file
 
     studies = study_file.load(file, seed or (), task or ())
+    if figures and not all(study.params["study"]["figures"] for study in studies):
+        raise EckartError(
+            f"--figures {figures}: add `figures: {{results, weights}}` to `study` in {file}, or one of them"
+        )
     multi_seed.check_committed(studies[0])
     ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
@@ -474,12 +481,28 @@ def other_study(
         rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
         print(f"Written to {', '.join(map(str, written))}.")
+    if figures and not failed:
+        _draw(figures, ran, results)
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         unit = "runs" if studies[0].task else "seeds"
         missing = f"\n{table} was not written, because {unit} are missing." if table else ""
         count = sum(len(study.seeds) for study in studies)
         raise EckartError(f"{len(failed)} of {count} {unit} failed; run again to resume them:{causes}{missing}")
+
+
+def _draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | None, pd.DataFrame]) -> None:
+    """Draw the means over the seeds of each task, and scores over numbered tasks, into `folder`."""
+    from flows import multi_seed
+    from tasks.figures import write
+    from tasks.multi_seed import seeds_figures
+
+    for study in studies:
+        workspaces = [multi_seed.folder_of(study, seed) for seed in study.seeds]
+        seeds_figures.write_means(workspaces, folder / (study.task or ""))
+    for plot in seeds_figures.over_tasks(results):
+        write(plot, folder)
+    print(f"Figures are in {folder}.")
 
 
 def _run_tasks(

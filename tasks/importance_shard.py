@@ -9,7 +9,7 @@ from tasks.artifacts.names import SHARD_STAGE
 from tasks.artifacts.paths import SHARDS
 from tasks.config.schema import Importance, section
 from tasks.importance import EXAMPLES, gather
-from tasks.runtime.stage_runner import explained, output, run_shard, warn
+from tasks.runtime.stage_runner import explained, output, run_item, warn
 
 
 def importance_shard(shard: str) -> None:
@@ -39,4 +39,4 @@ def importance_shard(shard: str) -> None:
 
 
 if __name__ == "__main__":
-    run_shard(SHARD_STAGE, importance_shard)
+    run_item(SHARD_STAGE, "shard", "one of importance.shards", importance_shard)

@@ -35,7 +35,7 @@ def test_each_text_stands_on_a_page_and_under_each_table_its_command() -> None:
         assert text.count(f"<!-- results: {name} -->") == 1
     for name, own in pages.items():
         by_hand = re.sub(r"<!-- results: .*?<!-- end of results -->", "", own, flags=re.DOTALL)
-        if name.startswith("docs/results"):
+        if name.startswith("docs/results") and name != "docs/results/papers.md":  # it lists commands, not numbers
             assert not re.search(r"^\|[ :-]+-\|", by_hand, re.MULTILINE), f"{name} has a table that is written by hand"
 
 

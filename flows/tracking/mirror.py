@@ -40,7 +40,7 @@ from flows.environment.redaction import redact
 from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks.artifacts import stage_inputs
-from tasks.artifacts.names import candidate_of, recipe_and_keep, stage_name
+from tasks.artifacts.names import FIGURES_STAGE, candidate_of, recipe_and_keep, stage_name
 from tasks.artifacts.paths import CONTROL_EXPORT
 from tasks.report.choose_candidate import CHOICE, Chosen
 
@@ -52,6 +52,7 @@ _BACKFILLED = {"eckart.backfilled": "true", MLFLOW_SOURCE_NAME: "dvc.lock", MLFL
 _POLL = 1.0  # seconds between two reads of a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
+_REPORTS = {"compare": None, FIGURES_STAGE: "figures"}  # stage → folder of what it wrote, in the parent run
 _TIMES = "benchmark"  # name of the stage that measures the speed of all candidates
 _SPEED = "speedup.median"
 _TIMES_KEY = "dvc.times"  # tag of a candidate's run: key of the outcome of `benchmark` whose times were logged
@@ -343,8 +344,10 @@ class Mirror:
             outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes
         }
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": stages}, LINEAGE)
-        for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
-            self.client.log_artifact(self.parent, path)
+        for outcome in outcomes:
+            stage = outcome.stage.partition("@")[0]
+            for path in outcome.outs if stage in _REPORTS else ():
+                self.client.log_artifact(self.parent, path, _REPORTS[stage])
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
 
 

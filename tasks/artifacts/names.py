@@ -4,6 +4,8 @@ from __future__ import annotations
 
 SHARD_STAGE = "importance_shard"
 """The stage of each of `importance.shards`, which all candidates share."""
+FIGURES_STAGE = "figures"
+"""The stage of each of `study.figures`, which shows all candidates."""
 
 
 def candidate_name(recipe: str, keep: str) -> str:
@@ -18,11 +20,11 @@ def recipe_and_keep(candidate: str) -> tuple[str, str]:
 
 
 def stage_name(stage: str, item: str) -> str:
-    """Return the name of the stage of a candidate or a shard: `finetune@kfac-0.33`, `importance_shard@a`."""
+    """Return the name of the stage of an item: `finetune@kfac-0.33`, `importance_shard@a`, `figures@results`."""
     return f"{stage}@{item}"
 
 
 def candidate_of(stage: str) -> str:
     """Return the candidate of a stage: `kfac-0.33` for `finetune@kfac-0.33`; "" if all candidates share the stage."""
     name, _, item = stage.partition("@")
-    return "" if name == SHARD_STAGE else item
+    return "" if name in (SHARD_STAGE, FIGURES_STAGE) else item

@@ -100,6 +100,10 @@ def _named(shards: object) -> object:
 Shards = Annotated[dict[Annotated[str, Field(pattern=r"^\w{1,50}$")], None], BeforeValidator(_named)]
 """Names of shards, as the keys of a mapping: DVC merges those with the default in dvc.yaml, `{}`."""
 
+FigurePart = Literal["results", "weights"]
+Figures = Annotated[dict[FigurePart, None], BeforeValidator(_named)]
+"""Parts of the papers' figures, as the keys of a mapping for the same reason."""
+
 
 class ParamsError(EckartError):
     """Mistakes in params.yaml; the message lists all of them."""
@@ -151,6 +155,11 @@ class Study(Section):
     control: str | None = Field(
         None,
         description="recipe whose fine-tuning the control gets; null: the first whose fine-tuning suits a dense model",
+    )
+    figures: Figures = Field(
+        {},
+        description="figures of the papers to draw as PNG and SVG, such as {results, weights}. results: scores, ranks, "
+        "training, memory and speed; weights: singular values, zeros and scores of neurons; {}: none",
     )
 
 

@@ -56,7 +56,12 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
         for recipe in asked.recipes
         for name, change in _named(asked, recipe)
     }
-    own = {"recipes": list(recipes), "keeps": [asked.keep], "name": f"{content['study']['name']}-{SUFFIX}"}
+    own = {
+        "recipes": list(recipes),
+        "keeps": [asked.keep],
+        "name": f"{content['study']['name']}-{SUFFIX}",
+        "figures": {},
+    }
     return {
         **content,
         "seed": asked.seed,

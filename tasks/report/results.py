@@ -142,6 +142,8 @@ class Results:
     recipes: tuple[str, ...]
     keeps: tuple[str, ...]
     goals: tuple[schema.Goal, ...]
+    figures: tuple[schema.FigurePart, ...]
+    """The papers' figures that the study asks for."""
     settings: Settings
     task: Task
     targets: tuple[Target, ...]
@@ -301,6 +303,7 @@ def load_results() -> Results:
         recipes=study.recipes,
         keeps=keeps,
         goals=study.goals,
+        figures=tuple(study.figures),
         settings=_load_settings(),
         task=task,
         targets=layers.targets,

@@ -67,16 +67,17 @@ def run_candidate(
     _guard(stage, "candidate", of_candidate)
 
 
-def run_shard(name: str, work: Callable[[str], None]) -> None:
-    """Run a stage for the shard that the option `--shard` names. Shards run side by side, like candidates.
+def run_item(name: str, option: str, among: str, work: Callable[[str], None]) -> None:
+    """Run a stage for the item that `--OPTION` names. Items run side by side, like candidates.
 
     Args:
-        work: the stage's function of the shard's name; its docstring becomes the help text.
+        among: help text of the option, such as `one of importance.shards`.
+        work: the stage's function of the item's name; its docstring becomes the help text.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
-    parser.add_argument("--shard", required=True, help="one of importance.shards")
-    shard = parser.parse_args().shard
-    _guard(stage_name(name, shard), "candidate", partial(work, shard))
+    parser.add_argument(f"--{option}", required=True, help=among)
+    item = getattr(parser.parse_args(), option)
+    _guard(stage_name(name, item), "candidate", partial(work, item))
 
 
 def leads() -> bool:

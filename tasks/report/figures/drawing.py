@@ -1,0 +1,192 @@
+"""Draw plots and patterns as PNG and SVG files for print: equal inputs give identical files."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain, cycle, pairwise
+from typing import Any, Literal
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation, Transform
+
+from tasks.report.figures.plot import CONTROL, ORIGINAL, Figure, Line, Pattern, Plot, labels_of
+from tasks.report.numbers import count
+
+Format = Literal["png", "svg"]
+
+# Okabe and Ito's colors, which people with any color vision tell apart, without yellow; marks and dashes differ as well
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 3)))
+_INK, _MUTED, _RULE = "#1d2530", "#5d6876", "#dfe3e8"
+_FIXED: Mapping[str, dict[str, Any]] = {
+    ORIGINAL: {"color": _INK, "marker": "o", "linestyle": "-"},
+    CONTROL: {"color": _MUTED, "marker": ".", "linestyle": (0, (1, 1.5))},
+}
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "figure.titlesize": 11,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "legend.labelcolor"), _INK
+    ),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _RULE),
+}
+_SINGLE, _PANEL = (6.2, 4.0), (3.1, 2.3)  # width and height of a single panel and of one of several, in inches
+_ACROSS = 3  # most panels side by side
+_BESIDE = 4.0  # points between marks at the same x
+_CHARACTERS = 13  # of a text in an inch
+
+
+def draw(figure: Figure, kind: Format) -> bytes:
+    """Return the file of a figure."""
+    with style.context(["default", {**_STYLE, "svg.hashsalt": figure.name}]):  # otherwise ids would be random
+        canvas = _plot(figure) if isinstance(figure, Plot) else _pattern(figure)
+        file = io.BytesIO()
+        nothing = {"Software": None} if kind == "png" else dict.fromkeys(("Date", "Creator"))
+        canvas.savefig(file, format=kind, metadata=nothing)
+    return file.getvalue()
+
+
+def _canvas(panels: int, title: str, panel: tuple[float, float]) -> tuple[Canvas, int, int]:
+    """Return an empty canvas with a title, and its numbers of rows and columns."""
+    columns = min(panels, _ACROSS)
+    rows = math.ceil(panels / columns)
+    canvas = Canvas(figsize=(columns * panel[0], rows * panel[1] + 0.8), layout="constrained")
+    wide = round(columns * panel[0] * 10)  # characters in a line
+    canvas.suptitle("\n".join(textwrap.wrap(title, wide)), x=0.01, ha="left", fontweight="bold")
+    return canvas, rows, columns
+
+
+def _plot(plot: Plot) -> Canvas:
+    several = len(plot.panels) > 1
+    canvas, rows, columns = _canvas(len(plot.panels), plot.title, _PANEL if several else _SINGLE)
+    grid = canvas.subplots(rows, columns, squeeze=False, sharey=plot.same_y)
+    looks = _looks(plot)
+    for number, (axes, (title, lines)) in enumerate(zip(grid.flat, plot.panels.items(), strict=False)):
+        axes.set_title(title)
+        _levels(axes, plot.levels.get(title, {}))
+        together = _scale(axes, plot, lines)
+        for position, (label, line) in enumerate(lines.items()):
+            away = _BESIDE * (position - (len(lines) - 1) / 2) if together and line.low else 0.0
+            beside = ScaledTranslation(away / 72, 0, canvas.dpi_scale_trans)
+            _line(axes, plot, line, looks[label], beside)
+        if number + columns >= len(plot.panels):
+            axes.set_xlabel(plot.x)
+        if number % columns == 0:
+            axes.set_ylabel(plot.y)
+    for axes in grid.flat[len(plot.panels) :]:
+        axes.set_axis_off()
+    _legend(canvas, plot, looks, columns * (_PANEL if several else _SINGLE)[0])
+    return canvas
+
+
+def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
+    """Return label → color, marker and dashes. Plots that have the same `order` give its labels the same look."""
+    free = [label for label in dict.fromkeys([*plot.order, *labels_of(plot)]) if label not in _FIXED]
+    looks = {
+        label: {"color": color, "marker": marker, "linestyle": dashes}
+        for label, color, marker, dashes in zip(free, cycle(_COLORS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+    }
+    return {**looks, **_FIXED}
+
+
+def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
+    dashes = "-" if plot.steps else look["linestyle"]
+    return {**look, "marker": look["marker"] if plot.marks else None, "linestyle": dashes}
+
+
+def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: Transform) -> None:
+    """Draw a line `beside` its place: matplotlib then has to be told the points that the axes must show."""
+    place: dict[str, Any] = {"transform": axes.transData + beside}
+    shown = _look(plot, look) if len(line.x) > 1 else look
+    if plot.steps:
+        axes.step(line.x, line.y, where="post", **{**shown, "linewidth": 1}, **place)
+        axes.fill_between(line.x, line.y, step="post", color=look["color"], alpha=0.25, linewidth=0)
+    else:
+        axes.plot(line.x, line.y, **shown, **place)
+    axes.update_datalim([*zip(line.x, line.y, strict=True)])
+    if line.low and line.high:
+        if plot.marks:
+            axes.vlines(line.x, line.low, line.high, color=look["color"], linewidth=3, alpha=0.3, **place)
+        else:
+            axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
+        axes.update_datalim([*zip(line.x, line.low, strict=True), *zip(line.x, line.high, strict=True)])
+    axes.autoscale_view()
+
+
+def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
+    for label, height in levels.items():
+        axes.axhline(height, **_level(label))
+
+
+def _level(label: str) -> dict[str, Any]:
+    dashes = _FIXED[CONTROL]["linestyle"] if label == CONTROL else (0, (4, 2))
+    return {"color": _MUTED, "linewidth": 1, "linestyle": dashes}
+
+
+def _scale(axes: Axes, plot: Plot, lines: Mapping[str, Line]) -> bool:
+    """Set scales and ticks, and return whether lines share a few x, at which their points would hide one another."""
+    xs = sorted({x for line in lines.values() for x in line.x})
+    apart = min((b - a for a, b in pairwise(xs)), default=0.0)
+    together = plot.marks and 1 < len(xs) <= 6 and apart > 0.06 * (xs[-1] - xs[0])
+    if together:
+        axes.xaxis.set_major_locator(FixedLocator(xs))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=bool(xs) and all(x == round(x) for x in xs)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else count(value)))
+    if plot.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else count(value)))
+    return together
+
+
+def _legend(canvas: Canvas, plot: Plot, looks: Mapping[str, Mapping[str, Any]], width: float) -> None:
+    """Draw the legend below the plot, unless it would have one entry."""
+    entry = partial(Line2D, [], [])
+    handles = [entry(label=label, **_look(plot, looks[label])) for label in labels_of(plot)]
+    levels = dict.fromkeys(chain.from_iterable(plot.levels.values()))
+    handles += [entry(label=label, **_level(label)) for label in levels]
+    if len(handles) > 1:
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = max(1, min(len(handles), int(width * _CHARACTERS / (longest + 8))))
+        canvas.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=2.6)
+
+
+def _pattern(pattern: Pattern) -> Canvas:
+    shapes = [mask.shape for mask in pattern.panels.values()]
+    tall = max(height / width for height, width in shapes)
+    canvas, rows, columns = _canvas(len(pattern.panels), pattern.title, (3.1, 3.1 * min(tall, 2)))
+    grid = canvas.subplots(rows, columns, squeeze=False)
+    for axes, (title, mask) in zip(grid.flat, pattern.panels.items(), strict=False):
+        axes.imshow(mask, cmap="Greys", vmin=0, vmax=1, aspect="equal", interpolation="antialiased", rasterized=True)
+        axes.set(title=title, xlabel="input", ylabel="output (row)")
+        axes.grid(visible=False)
+        for side in axes.spines.values():
+            side.set_visible(True)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(4, integer=True))
+    for axes in grid.flat[len(pattern.panels) :]:
+        axes.set_axis_off()
+    return canvas

@@ -1,0 +1,275 @@
+"""Figures of scores, ranks, trainings, memory and speed, from the results of a study.
+
+Each function names the papers' figures that it makes. Where a study has too few candidates for a relation, such as one
+keep only, it has no figure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import fmean
+from typing import Literal
+
+from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
+from tasks.report.heatmap import place, short
+from tasks.report.results import CONTROL as CONTROL_MODEL
+from tasks.report.results import DENSE as DENSE_MODEL
+from tasks.report.results import CandidateResults, Curve, Results
+
+_KEEP = "keep (share of target parameters)"
+
+
+def plots_of(results: Results) -> list[Plot]:
+    """Return all figures that these results have."""
+    makers: tuple[Callable[[Results], Iterator[Plot]], ...] = (
+        _scores_over_keep,
+        _shaped_over_remaining,
+        _scores_over_low_rank,
+        _scores_over_speed,
+        _size_and_speed,
+        _ranks_by_layer,
+        _trainings,
+    )
+    return [plot for maker in makers for plot in maker(results)]
+
+
+def kind_in_layer(name: str) -> tuple[str, str, str]:
+    """Return stack, layer and kind of a target. Experts of a layer are of one kind, such as `experts.*.up_proj`."""
+    stack, layer, kind = place(name)
+    return stack, layer, re.sub(r"(?<![^.])\d+(?![^.])", "*", kind)
+
+
+def _scores_over_keep(results: Results) -> Iterator[Plot]:
+    """ARS, figures 2, A1 (after fine-tuning) and A3 (before it); LoSparse, figure 5; SoftLM, figure 9."""
+    if len(results.keeps) < 2:
+        return
+    dense, control = results.metric_of(DENSE_MODEL), results.metric_of(CONTROL_MODEL)
+    after = {recipe: _scores(results, results.of(recipe), "recovered") for recipe in results.recipes}
+    yield _score_plot(
+        results, "score-over-keep", "after fine-tuning", after, _KEEP, {ORIGINAL: dense, CONTROL: control}
+    )
+    before = {recipe: _scores(results, results.of(recipe), "factorized") for recipe in results.recipes}
+    before = {recipe: line for recipe, line in before.items() if line.x}
+    if before:
+        yield _score_plot(results, "score-before-over-keep", "before fine-tuning", before, _KEEP, {ORIGINAL: dense})
+
+
+def _scores(
+    results: Results,
+    candidates: list[CandidateResults],
+    step: Literal["factorized", "recovered"],
+    x: Callable[[CandidateResults], float] = lambda candidate: float(candidate.keep),
+) -> Line:
+    """Return a metric over `x`, with the interval of its difference from the original model around it."""
+    scored = sorted((each for each in candidates if getattr(each, step) is not None), key=x)
+    dense = results.metric_of(DENSE_MODEL)
+    ends = [results.difference((each.name, step), DENSE_MODEL) for each in scored]
+    return Line(
+        x=tuple(x(each) for each in scored),
+        y=tuple(getattr(each, step) for each in scored),
+        low=tuple(dense + each.low for each in ends),
+        high=tuple(dense + each.high for each in ends),
+    )
+
+
+def _score_plot(
+    results: Results, name: str, when: str, lines: dict[str, Line], x: str, levels: dict[str, float]
+) -> Plot:
+    metric = results.metric
+    values = [*levels.values(), *(y for line in lines.values() for y in line.y)]
+    return Plot(
+        name=name,
+        title=f"{results.name}: {metric.title} {when}",
+        x=x,
+        y=f"{metric.with_direction}, test",
+        panels={"": lines},
+        levels={"": levels},
+        order=results.recipes,
+        logarithmic=not metric.bounded and max(values) > 10 * min(values) > 0,
+    )
+
+
+def _shaped_over_remaining(results: Results) -> Iterator[Plot]:
+    """LPAF, figure of section 3.2: score and mean rank of pruned weights over their share, beside factorized ones."""
+    shaped = [recipe for recipe in results.recipes if results.settings.recipes[recipe].get("shaping")]
+    score, rank = results.metric.title, "mean rank"
+    panels: dict[str, dict[str, Line]] = {score: {}, rank: {}}
+    for recipe in results.recipes:
+        own = [each for each in results.of(recipe) if recipe not in shaped or each.shaped is not None]
+        by_share = {_share_left(results, each): each for each in own}
+        if len(by_share) < 2:
+            continue
+        x = tuple(sorted(by_share))
+        at = [by_share[share] for share in x]
+        label = f"{recipe}, pruned only" if recipe in shaped else recipe
+        scores = tuple(each.recovered if each.shaped is None else each.shaped for each in at)
+        panels[score][label] = Line(x=x, y=scores)
+        panels[rank][label] = Line(x=x, y=tuple(_mean_rank(results, each) for each in at))
+    if not any(label.endswith("pruned only") for label in panels[score]):
+        return
+    yield Plot(
+        name="pruned-over-remaining",
+        title=f"{results.name}: pruning and ranks",
+        x="share of the target layers’ parameters that remains",
+        y="",
+        panels=panels,
+        levels={score: {ORIGINAL: results.metric_of(DENSE_MODEL)}, rank: {"full rank": results.full_rank}},
+        order=tuple(f"{recipe}, pruned only" if recipe in shaped else recipe for recipe in results.recipes),
+        same_y=False,
+    )
+
+
+def _share_left(results: Results, candidate: CandidateResults) -> float:
+    """Return the share of the weights that shaping leaves for this keep; without shaping, the keep."""
+    keep, shaping = float(candidate.keep), results.settings.recipes[candidate.recipe].get("shaping")
+    shares = shaping["remaining"] if shaping else [keep]
+    return float(min((share for share in shares if share >= keep), default=max(shares)))
+
+
+def _mean_rank(results: Results, candidate: CandidateResults) -> float:
+    if candidate.decision.average_rank is not None:
+        return candidate.decision.average_rank
+    return fmean(_rank(results, candidate, target.name) for target in results.targets)
+
+
+def _rank(results: Results, candidate: CandidateResults, name: str) -> int:
+    """Return the rank of a target after compression; the full one if it stays dense."""
+    rank = candidate.evaluation.targets[name].rank
+    target = next(target for target in results.targets if target.name == name)
+    return min(target.out_features, target.in_features) if rank is None else rank
+
+
+def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
+    """LoSparse, figure 6: score over the share of all weights that the factors have, the rest being sparse rows."""
+    lines = {}
+    for keep in results.keeps:
+        shares: dict[str, float] = {}
+        for candidate in (each for each in results.candidates if each.keep == keep):
+            if residual := results.settings.recipes[candidate.recipe].get("residual"):
+                shares[candidate.recipe] = 100 * float(keep) * residual["low_rank"]
+        if len({*shares.values()}) > 1:
+            at = [each for each in results.candidates if each.keep == keep and each.recipe in shares]
+            lines[f"keep {keep}"] = _scores(results, at, "recovered", partial(_share_of, shares))
+    if lines:
+        levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
+        x = "factors, % of the target layers’ weights"
+        plot = _score_plot(results, "score-over-low-rank", "over the share of factors", lines, x, levels)
+        yield plot.model_copy(update={"order": tuple(lines)})
+
+
+def _share_of(shares: dict[str, float], candidate: CandidateResults) -> float:
+    return shares[candidate.recipe]
+
+
+def _scores_over_speed(results: Results) -> Iterator[Plot]:
+    """DRONE, figure 3: score over speed."""
+    lines = {
+        recipe: _scores(results, results.of(recipe), "recovered", lambda each: each.benchmark.speedup.median)
+        for recipe in results.recipes
+    }
+    levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
+    if len(results.candidates) > 1:
+        x = "speed, × the original’s"
+        yield _score_plot(results, "score-over-speed", "over speed", lines, x, levels)
+
+
+def _size_and_speed(results: Results) -> Iterator[Plot]:
+    """SoftLM, figures 7 and 8: memory and speed, over keep."""
+    if len(results.keeps) < 2:
+        return
+    memory, speed = "weights, % of the original’s bytes", "speed, × the original’s"
+    panels: dict[str, dict[str, Line]] = {memory: {}, speed: {}}
+    for recipe in results.recipes:
+        at = sorted(results.of(recipe), key=lambda each: float(each.keep))
+        x = tuple(float(each.keep) for each in at)
+        shares = tuple(100 * each.evaluation.size.bytes / results.dense.size.bytes for each in at)
+        speedups = [each.benchmark.speedup for each in at]
+        panels[memory][recipe] = Line(x=x, y=shares)
+        panels[speed][recipe] = Line(
+            x=x,
+            y=tuple(each.median for each in speedups),
+            low=tuple(each.low for each in speedups),
+            high=tuple(each.high for each in speedups),
+        )
+    yield Plot(
+        name="size-and-speed",
+        title=f"{results.name}: memory and speed",
+        x=_KEEP,
+        y="",
+        panels=panels,
+        levels={memory: {ORIGINAL: 100.0}, speed: {ORIGINAL: 1.0}},
+        order=results.recipes,
+        same_y=False,
+    )
+
+
+def _ranks_by_layer(results: Results) -> Iterator[Plot]:
+    """ARS, figure A4; SoftLM, figures 1b, 6 and 10 to 14: the rank of each kind of layer over depth."""
+    names: dict[tuple[str, str], dict[int, list[str]]] = {}
+    for target in results.targets:
+        stack, layer, kind = kind_in_layer(target.name)
+        if layer:
+            names.setdefault((stack, kind), {}).setdefault(int(layer), []).append(target.name)
+    names = {key: layers for key, layers in names.items() if len(layers) > 1}
+    stacks, kinds = short({stack for stack, _ in names} - {""}), short({kind for _, kind in names})
+    for keep in results.keeps if names else ():
+        panels: dict[str, dict[str, Line]] = {}
+        for (stack, kind), layers in names.items():
+            title = f"{stacks[stack]} {kinds[kind]}" if len(stacks) > 1 and stack else kinds[kind]
+            x = sorted(layers)
+            panels[title] = {
+                each.recipe: Line(
+                    x=tuple(map(float, x)),
+                    y=tuple(fmean(_rank(results, each, name) for name in layers[layer]) for layer in x),
+                )
+                for each in results.candidates
+                if each.keep == keep
+            }
+        yield Plot(
+            name=f"ranks-by-layer-{keep}",
+            title=f"{results.name}: ranks at keep {keep} (dense layers: the full rank)",
+            x="layer",
+            y="rank",
+            panels=panels,
+            order=results.recipes,
+        )
+
+
+def _trainings(results: Results) -> Iterator[Plot]:
+    """ARS, figures 3, A5 (fine-tuning), 4 and A2 (search): losses and other measures over the steps of training."""
+    for keep in results.keeps:
+        at = [candidate for candidate in results.candidates if candidate.keep == keep]
+        searches = {each.recipe: each.search_curve for each in at}
+        yield from _training(results, f"search-{keep}", f"before the factorization, keep {keep}", searches)
+        recoveries = {each.recipe: each.curve for each in at}
+        with_control = {**recoveries, CONTROL: results.control_curve}
+        yield from _training(results, f"fine-tuning-{keep}", f"fine-tuning at keep {keep}", with_control)
+
+
+def _training(results: Results, name: str, title: str, curves: dict[str, Curve]) -> Iterator[Plot]:
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for label, curve in curves.items():
+        for point in curve:
+            for measure, value in {"task loss": point.compared_loss, **point.measures}.items():
+                panels.setdefault(measure, {}).setdefault(label, []).append((float(point.step), value))
+    if not any(label != CONTROL for label in panels.get("task loss", {})):
+        return
+    single = len(panels) == 1
+    yield Plot(
+        name=name,
+        title=f"{results.name}: {title}",
+        x="step",
+        y="task loss" if single else "",
+        panels={
+            "" if single else measure: {
+                label: Line(x=tuple(x for x, _ in points), y=tuple(y for _, y in points))
+                for label, points in lines.items()
+            }
+            for measure, lines in panels.items()
+        },
+        order=results.recipes,
+        same_y=False,
+        marks=False,
+    )
