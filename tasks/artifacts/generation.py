@@ -1,4 +1,4 @@
-"""How a model writes the texts that are scored and served."""
+"""Settings with which a model writes the texts that are scored and served."""
 
 from __future__ import annotations
 
