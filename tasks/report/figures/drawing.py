@@ -79,14 +79,16 @@ def _canvas(panels: int, title: str, panel: tuple[float, float]) -> tuple[Canvas
 
 
 def _plot(plot: Plot) -> Canvas:
-    several = len(plot.panels) > 1
-    canvas, rows, columns = _canvas(len(plot.panels), plot.title, _PANEL if several else _SINGLE)
+    panel = _PANEL if len(plot.panels) > 1 else _SINGLE
+    canvas, rows, columns = _canvas(len(plot.panels), plot.title, panel)
     grid = canvas.subplots(rows, columns, squeeze=False, sharey=plot.same_y)
     looks = _looks(plot)
     for number, (axes, (title, lines)) in enumerate(zip(grid.flat, plot.panels.items(), strict=False)):
         axes.set_title(title)
         _levels(axes, plot.levels.get(title, {}))
         together = _scale(axes, plot, lines)
+        if together:
+            axes.margins(x=0.08 + _BESIDE * len(lines) / 2 / 72 / panel[0])  # else the outer marks would be cut off
         for position, (label, line) in enumerate(lines.items()):
             away = _BESIDE * (position - (len(lines) - 1) / 2) if together and line.low else 0.0
             beside = ScaledTranslation(away / 72, 0, canvas.dpi_scale_trans)
@@ -97,7 +99,7 @@ def _plot(plot: Plot) -> Canvas:
             axes.set_ylabel(plot.y)
     for axes in grid.flat[len(plot.panels) :]:
         axes.set_axis_off()
-    _legend(canvas, plot, looks, columns * (_PANEL if several else _SINGLE)[0])
+    _legend(canvas, plot, looks, columns * panel[0])
     return canvas
 
 
@@ -154,7 +156,8 @@ def _scale(axes: Axes, plot: Plot, lines: Mapping[str, Line]) -> bool:
         axes.xaxis.set_major_locator(FixedLocator(xs))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=bool(xs) and all(x == round(x) for x in xs)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else count(value)))
+    if not xs or xs[-1] > 1e-3:  # else matplotlib writes a power of ten once, at the end of the axis
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else count(value)))
     if plot.logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())

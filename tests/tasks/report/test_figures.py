@@ -127,6 +127,23 @@ def test_marks_stand_at_their_points(monkeypatch: pytest.MonkeyPatch) -> None:
         assert away[1] == pytest.approx(0)
 
 
+def test_no_mark_is_cut_off_and_small_numbers_share_a_power_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda canvas, *_, **__: kept.append(canvas))
+    line = Line(x=(0.25, 0.5), y=(0.6, 0.9), low=(0.5, 0.8), high=(0.7, 1.0))
+    draw(Plot(name="p", title="", x="x", y="y", panels=dict.fromkeys("ab", dict.fromkeys("123456789", line))), "png")
+    draw(Plot(name="p", title="", x="x", y="y", panels={"": {"a": Line(x=(0, 3e-7), y=(0, 1))}}, marks=False), "png")
+    for canvas in kept:
+        canvas.draw_without_rendering()
+    first = kept[0].axes[0]
+    for drawn in first.lines:
+        places = drawn.get_transform().transform(drawn.get_xydata())
+        assert all(first.bbox.contains(*place) for place in places)
+    (single,) = kept[1].axes
+    assert single.xaxis.get_offset_text().get_text().startswith("1e")
+    assert not any("e" in label.get_text() for label in single.get_xticklabels())
+
+
 def test_seeds_are_averaged_point_by_point_as_far_as_all_have_them() -> None:
     def plot(scale: float, steps: int) -> Plot:
         line = Line(x=tuple(map(float, range(steps))), y=tuple(scale * step for step in range(steps)))
