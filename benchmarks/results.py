@@ -197,7 +197,7 @@ _CLAIMED = (
     ("IWSVD", "its weights beat plain SVD", "iwsvd", "svd"),
     ("DRONE", "its weights beat plain SVD", "drone", "svd"),
     ("ARS", "learned ranks beat uniform ones (FWSVD)", "ars", "fwsvd"),
-    ("LPAF", "pruning first beats plain SVD", "lpaf_sensitivity", "svd"),
+    ("LPAF", "pruning first, by our scores, beats plain SVD", "lpaf_sensitivity", "svd"),
     ("LoSparse", "sparse rows beside factors beat SVD", "losparse", "svd"),
 )
 """Claims of the papers: the first recipe is better than the second; each at its best, and at equal cost."""
@@ -206,8 +206,8 @@ _CLAIMED_PARTS = (
     ("ARS", "the hypernetwork beats free gates", "ars_unaligned", "ars_gates"),
     ("ARS", "leading components beat chosen ones", "ars_unaligned", "ars_elements"),
     ("LPAF", "first-order scores beat magnitudes", "lpaf_signed", "lpaf_magnitude"),
-    ("LPAF", "sparsity-aware SVD beats plain SVD", "lpaf_sensitivity", "lpaf_plain_svd"),
-    ("LPAF", "mixed-rank fine-tuning helps", "lpaf_sensitivity", "lpaf_finetuned"),
+    ("LPAF", "sparsity-aware SVD, by our scores, beats plain SVD", "lpaf_sensitivity", "lpaf_plain_svd"),
+    ("LPAF", "mixed-rank fine-tuning, after our scores, helps", "lpaf_sensitivity", "lpaf_finetuned"),
     ("LoSparse", "factors beside the rows beat rows alone (ITP)", "losparse", "losparse_pruning"),
     ("LoSparse", "rows beside the factors beat factors alone", "losparse", "losparse_factors"),
 )
