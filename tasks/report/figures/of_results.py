@@ -112,7 +112,7 @@ def _shaped_over_remaining(results: Results) -> Iterator[Plot]:
     yield Plot(
         name="pruned-over-remaining",
         title=f"{results.name}: pruning and ranks",
-        x="share of the target layers’ parameters that remains",
+        x="share of target weights left",
         y="",
         panels=panels,
         levels={score: {ORIGINAL: results.metric_of(DENSE_MODEL)}, rank: {"full rank": results.full_rank}},
