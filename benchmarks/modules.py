@@ -3,8 +3,9 @@
     make run && python -m benchmarks.modules anchored-0.5 anchored-0.33    # a Markdown table for the study here
 
 So are tables 4 to 6 of DRONE (Chen et al., NeurIPS 2021): one example of 128 tokens, and the milliseconds that the same
-module takes in all layers together. Attention is a model's innermost module of that name, with its query, key and value
-layers, and in most decoders also the layer behind it. An LSTM layer is one module. All else is in the row "others".
+module takes in all layers together, on the GPU if there is one. Attention is a model's innermost module of that name,
+with its query, key and value layers, and in most decoders also the layer behind it. An LSTM layer is one module. All
+else is in the row "others".
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.report.numbers import counted
 from tasks.report.rounding import rounded
 from tasks.scoring.timing import in_rounds
@@ -119,6 +121,9 @@ def main() -> None:
     torch.set_num_threads(threads)
     folders = {ORIGINAL: TEACHER} | {name: FINETUNED / name for name in asked.candidates}
     models = {name: load(folder, auto)[0].eval() for name, folder in folders.items()}
+    for model in models.values():
+        place(model)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else counted(threads, "thread")
     targets = Targets.model_validate_json(TARGETS.read_text()).targets
     rows = modules_to_time(models[ORIGINAL], [layer.name for target in targets for layer in target.layers])
     watches = {name: Stopwatch(model, rows) for name, model in models.items()}
@@ -126,7 +131,7 @@ def main() -> None:
     in_rounds(forwards, random_inputs(models[ORIGINAL], *SHAPE), rounds)
     print("\n".join(table(watches, rows, rounds)))
     print(
-        f"\n{SHAPE[0]} × {SHAPE[1]}, {counted(threads, 'thread')}, medians of {rounds} rounds, in torch. A row is the "
+        f"\n{SHAPE[0]} × {SHAPE[1]}, {where}, medians of {rounds} rounds, in torch. A row is the "
         "sum over all layers; in parentheses, how many times as fast it is as in the original."
     )
 
