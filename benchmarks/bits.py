@@ -58,7 +58,7 @@ def main() -> None:
             if bits:
                 round_weights(model, layers, bits)
             with redirect_stdout(sys.stderr):
-                score = scorer.score_on("test", model.eval(), tokenizer, f"{name}, {bits} bits").score
+                score = scorer.score_on("test", model.eval(), tokenizer, f"{name}, {bits or 32} bits").score
             cells.append(metric_cell(score.metric))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     print("\nOnly the weights of the targets are rounded, one step for each matrix. All else is float32.")

@@ -103,7 +103,7 @@ PUBLISHED: Mapping[str, Published] = {
         "https://arxiv.org/abs/2306.14152",
         {
             "source": "base",
-            # ten epochs of 3,000 examples at the teacher's rate, for the model learns the task meanwhile (choice)
+            # (choice) ten epochs of 3,000 examples, at the rate of the original model's own training
             "shaping": {
                 "kind": "pruning",
                 "score": "first_order",

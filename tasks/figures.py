@@ -22,7 +22,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
 from tasks.report.figures import of_weights
 from tasks.report.figures.drawing import Format, draw
-from tasks.report.figures.of_results import plots_of
+from tasks.report.figures.of_results import plots_of, sensitive_rows
 from tasks.report.figures.of_weights import Weights
 from tasks.report.figures.plot import ORIGINAL, Figure, Plot
 from tasks.report.results import Results, load_results
@@ -79,8 +79,8 @@ def _weights(folder: Path, results: Results, names: list[str]) -> dict[str, torc
 
 
 def _neuron_scores(results: Results, names: list[str]) -> Iterator[Figure]:
-    """Yield a figure for each keep at which a recipe has sparse rows."""
-    residual = [recipe for recipe in results.recipes if results.settings.recipes[recipe].get("residual")]
+    """Yield a figure for each keep at which a recipe has sparse rows that are chosen by these scores."""
+    residual = [recipe for recipe in results.recipes if sensitive_rows(results, recipe)]
     kind, size = kind_of(results.task), section("importance.batch_size", Count)
     for keep in results.keeps if residual else ():
         scores = {}

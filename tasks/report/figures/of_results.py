@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
 from tasks.report.heatmap import place, short
@@ -147,7 +147,7 @@ def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
     for keep in results.keeps:
         shares: dict[str, float] = {}
         for candidate in (each for each in results.candidates if each.keep == keep):
-            if residual := results.settings.recipes[candidate.recipe].get("residual"):
+            if residual := sensitive_rows(results, candidate.recipe):
                 shares[candidate.recipe] = 100 * float(keep) * residual["low_rank"]
         if len({*shares.values()}) > 1:
             at = [each for each in results.candidates if each.keep == keep and each.recipe in shares]
@@ -157,6 +157,12 @@ def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
         x = "factors, % of the target layers’ weights"
         plot = _score_plot(results, "score-over-low-rank", "over the share of factors", lines, x, levels)
         yield plot.model_copy(update={"order": tuple(lines)})
+
+
+def sensitive_rows(results: Results, recipe: str) -> dict[str, Any] | None:
+    """Return the settings of sparse rows that are chosen by their sensitivity, as in LoSparse; None without such."""
+    residual = results.settings.recipes[recipe].get("residual")
+    return residual if residual and residual["score"] == "sensitivity" else None
 
 
 def _share_of(shares: dict[str, float], candidate: CandidateResults) -> float:

@@ -31,7 +31,7 @@ from tasks.report.page import page
 from tasks.report.results import DENSE, Results, load_results
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 
-STUDY = ["svd", "ars", "lpaf", "losparse", "itp"]
+STUDY = ["svd", "ars", "lpaf", "losparse", "itp", "movement"]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,17 @@ def write_study() -> None:
     for keep in (0.5, 0.25):
         make_candidate("ars", keep, bert_like(2), 0.7, searched=curve(6, R=1.5))
         make_candidate("lpaf", keep, bert_like(2), 0.65, average_rank=12 * keep, shaped=0.7 + keep / 10)
-        for recipe in ("losparse", "itp"):
+        for recipe in ("losparse", "itp", "movement"):
             make_candidate(recipe, keep, bert_like(2), 0.6, rows=3)
     params = json.loads(Path("params.yaml").read_text())
     parts = {"svd": {}, "ars": {}, "lpaf": {"shaping": {"kind": "pruning", "remaining": [0.5, 0.3]}}}
     rows = {
-        recipe: {"residual": {"kind": "sparse_rows", "low_rank": share}}
-        for recipe, share in (("losparse", 0.1), ("itp", 0.0))
+        recipe: {"residual": {"kind": "sparse_rows", "low_rank": share, "score": score}}
+        for recipe, share, score in (
+            ("losparse", 0.1, "sensitivity"),
+            ("itp", 0.0, "sensitivity"),
+            ("movement", 0.0, "movement"),
+        )
     }
     recipes = {name: {**params["recipes"][name], **part} for name, part in {**parts, **rows}.items()}
     edit("params.yaml", recipes=recipes)
