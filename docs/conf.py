@@ -3,12 +3,15 @@
 Sphinx is called with `--fail-on-warning`, and is nitpicky: a link, an anchor or a name that leads nowhere ends it.
 """
 
+import gc
 import shutil
 from pathlib import Path
 
 from sphinx.util.matching import patfilter
 
 import eckart
+
+gc.disable()  # all pages' trees are kept to the end: looking through them took a third of the time
 
 project = "Eckart"
 version = release = eckart.__version__
@@ -125,7 +128,20 @@ def _start(app, error):
         (app.outdir / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">\n')
 
 
+_navigation = {}
+
+
+def _once_for_each_folder(app, page, _template, context, doctree):
+    """Make the navigation beside the sources of modules once for each folder: no more than its links would differ."""
+    if doctree is None and "toctree" in context:
+        folder, make = page.rpartition("/")[0], context["toctree"]
+        context["toctree"] = lambda **options: (
+            _navigation.get(folder) or _navigation.setdefault(folder, make(**options))
+        )
+
+
 def setup(app):
+    app.connect("html-page-context", _once_for_each_folder, priority=400)  # before the theme's
     app.connect("source-read", _navigate)
     app.connect("autodoc-process-docstring", _without_type, priority=400)
     app.connect("build-finished", _start)
