@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, times_cell
+from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, name_candidates, times_cell
 from tasks.artifacts.paths import FINETUNED
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
@@ -37,7 +37,7 @@ def multiplies_in_bfloat16() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    name_candidates(parser)
     asked = parser.parse_args()
     if not multiplies_in_bfloat16():
         print("This processor has no products in bfloat16.")

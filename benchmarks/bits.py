@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, metric_cell, metric_title
+from benchmarks.cells import ORIGINAL, metric_cell, metric_title, name_candidates
 from eckart.model.targets import Targets
 from tasks.artifacts.paths import FINETUNED, TARGETS
 from tasks.config.schema import Threads, section
@@ -43,7 +43,7 @@ def round_weights(model: nn.Module, layers: Iterable[str], bits: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    name_candidates(parser)
     asked = parser.parse_args()
     quiet()
     torch.set_num_threads(section("threads", Threads).candidate)

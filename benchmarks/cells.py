@@ -1,8 +1,11 @@
-"""Format the cells of benchmark tables."""
+"""The arguments of benchmarks, and the cells of their tables."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+
 from tasks.artifacts.metrics import METRICS
+from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
 from tasks.multi_seed.seeds_table import unit_of
@@ -10,6 +13,12 @@ from tasks.report.numbers import score
 from tasks.report.rounding import rounded
 
 ORIGINAL = "original"
+
+
+def name_candidates(parser: ArgumentParser) -> None:
+    """Add the argument `candidates`; a name that is not in models/finetuned is refused with those that are."""
+    names = sorted(folder.name for folder in FINETUNED.glob("*"))
+    parser.add_argument("candidates", nargs="+", choices=names, metavar="CANDIDATE", help="of models/finetuned")
 
 
 def metric_title() -> str:

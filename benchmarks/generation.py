@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, megabytes, times_cell
+from benchmarks.cells import ORIGINAL, megabytes, name_candidates, times_cell
 from eckart.calibration.losses import Batch
 from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
@@ -106,7 +106,7 @@ def bytes_of_cache(model: PreTrainedModel) -> int:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    name_candidates(parser)
     parser.add_argument("--written", type=int, default=32, help="tokens that each model writes")
     parser.add_argument("--rounds", type=int, default=8, help="rounds in which each model writes once; at least 6")
     asked = parser.parse_args()

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
+from benchmarks.cells import name_candidates
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
@@ -61,7 +62,7 @@ def operations_of_products(model: PreTrainedModel, inputs: Batch) -> int:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    name_candidates(parser)
     asked = parser.parse_args()
     threads, auto = section("threads", Threads).candidate, kind_of(load_task()).auto
     torch.set_num_threads(threads)

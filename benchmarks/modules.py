@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL
+from benchmarks.cells import ORIGINAL, name_candidates
 from eckart.calibration.losses import Batch
 from eckart.model.lstm import LSTMLayer
 from eckart.model.targets import Targets
@@ -114,7 +114,7 @@ def _cell(milliseconds: float, original: float | None) -> str:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    name_candidates(parser)
     asked = parser.parse_args()
     threads, rounds = section("threads", Threads).candidate, section("benchmark", Benchmark).repetitions
     auto = kind_of(load_task()).auto

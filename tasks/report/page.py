@@ -100,7 +100,7 @@ def _contents(results: Results) -> dict[str, str]:
         "ranks": "Ranks",
         "predicted": "Predicted and measured loss" if predicted_and_measured(results) else "",
         "before": "Training before the factorization" if results.searches_trained else "",
-        "training": "Training",
+        "training": "Training" if results.fine_tuned else "",
         "definitions": "Definitions",
         "settings": "How the numbers were made",
         "each": "Commands and model cards",

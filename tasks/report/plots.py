@@ -97,7 +97,10 @@ def tradeoff_png(results: Results) -> bytes:
 
 
 def curves_svg(results: Results) -> Markup:
-    """Draw the task loss: a panel for the training of the original model, and one for the fine-tunings at each keep."""
+    """Draw the task loss: a panel for the training of the original model, and one for the fine-tunings at each keep.
+
+    Empty if nothing was trained.
+    """
     looks = _looks(results.recipes)
     lines: dict[str, list[tuple[Curve, str]]] = {"original model": [(results.curve, _INK)]}
     for keep in results.keeps:
@@ -105,10 +108,10 @@ def curves_svg(results: Results) -> Markup:
         recovered = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in at_keep]
         lines[f"fine-tuning at keep {keep}"] = [*recovered, (results.control_curve, _MUTED)]
     losses = [point.compared_loss for panel in lines.values() for curve, _ in panel for point in curve]
-    draw = (
-        partial(_draw_curves, title, panel, (min(losses), max(losses)) if losses else (0, 1))
-        for title, panel in lines.items()
-    )
+    if not losses:
+        return Markup("")
+    limits = min(losses), max(losses)
+    draw = (partial(_draw_curves, title, panel, limits) for title, panel in lines.items())
     key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry("control", _MUTED))
     return key + _panels(draw, "curves")
 

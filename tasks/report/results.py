@@ -188,6 +188,11 @@ class Results:
         return any(candidate.decision.steps for candidate in self.candidates)
 
     @property
+    def fine_tuned(self) -> bool:
+        """Whether the original model or any candidate was trained."""
+        return any((self.curve, self.control_curve, *(candidate.curve for candidate in self.candidates)))
+
+    @property
     def has_shaped(self) -> bool:
         """Whether the weights of any candidate were shaped."""
         return any(candidate.decision.average_rank is not None for candidate in self.candidates)

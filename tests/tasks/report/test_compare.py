@@ -786,6 +786,16 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")
 
 
+def test_a_study_that_trained_nothing_has_no_section_on_training() -> None:
+    make_study(["svd"], [0.5], ["h.0.query", "h.1.query"])
+    compare.compare()
+    assert 'id="training"' in page()
+    for curves in ("teacher", "control", "finetune/svd-0.5"):
+        write(f"reports/{curves}.jsonl", "")
+    compare.compare()
+    assert not re.search('"#?training"', page())
+
+
 def test_other_texts_are_columns_with_their_multiple_of_the_original_model_s() -> None:
     make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
     compare.compare()
