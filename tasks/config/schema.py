@@ -673,11 +673,14 @@ def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> li
         prefix: dotted path of `content` in params.yaml.
         kind: the type that `content` should have.
     """
-    # A list that is too short only because its items are wrong is no mistake of its own.
-    wrong = {details["loc"][:end] for details in error.errors() for end in range(len(details["loc"]))}
-    errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
+    found = error.errors()
+    # Neither a list that is too short only because its items are wrong nor the value of a wrong key is one of its own.
+    wrong = {details["loc"][:end] for details in found for end in range(len(details["loc"]))}
+    wrong_keys = {details["loc"][:-1] for details in found if details["loc"][-1:] == ("[key]",)}
     lines = []
-    for details in errors:
+    for details in found:
+        if details["loc"] in wrong_keys or (details["type"] == "too_short" and details["loc"] in wrong):
+            continue
         keys, free = _located(details["loc"], content, kind)
         path = ".".join(filter(None, [prefix, *keys]))
         renamed = next((name for pattern, name in _RENAMED.items() if fnmatchcase(path, pattern)), None)
