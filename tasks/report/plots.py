@@ -27,6 +27,7 @@ from scipy.stats import spearmanr
 from eckart.factorization.weightings import Weighting
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import count, score
+from tasks.report.plot_style import plot_style
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, tick_text
 from tasks.report.table import AFTER, BEFORE
@@ -59,24 +60,11 @@ _STROKES: tuple[dict[str, Any], ...] = (
     {"linestyle": (0, (3, 3)), "linewidth": 1.4},
     {"linestyle": (0, (9, 2)), "linewidth": 1.4},
 )
-_STYLE = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+_STYLE = plot_style(_INK, _RULE) | {
     "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
     "axes.grid.axis": "y",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "legend.labelcolor"), _INK
-    ),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _RULE),
-    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), _PAPER),
-    "axes.titlelocation": "left",
     "axes.titlesize": "medium",
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), _PAPER),
 }
 
 Panels = Mapping[str, Mapping[str, list[tuple[int, float]]]]

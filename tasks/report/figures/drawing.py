@@ -19,6 +19,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Figure, Line, Pattern, Plot, labels_of
 from tasks.report.numbers import count
+from tasks.report.plot_style import plot_style
 
 Format = Literal["png", "svg"]
 
@@ -31,26 +32,13 @@ _FIXED: Mapping[str, dict[str, Any]] = {
     ORIGINAL: {"color": _INK, "marker": "o", "linestyle": "-"},
     CONTROL: {"color": _MUTED, "marker": ".", "linestyle": (0, (1, 1.5))},
 }
-_STYLE = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+_STYLE = plot_style(_INK, _RULE) | {
     "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
     "axes.titlesize": 9,
-    "axes.titlelocation": "left",
     "figure.titlesize": 11,
-    "legend.frameon": False,
     "lines.linewidth": 1.5,
     "lines.markersize": 5,
     "savefig.dpi": 200,
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "legend.labelcolor"), _INK
-    ),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _RULE),
 }
 _SINGLE, _PANEL = (6.2, 4.0), (3.1, 2.3)  # width and height of a single panel and of one of several, in inches
 _ACROSS = 3  # most panels side by side
