@@ -17,10 +17,12 @@ compressed model always writes the name, also when the Trainer or `push_to_hub` 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, WeightTransform
+from transformers.quantizers import (
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
 from eckart.model.layers import (
+    LowRankLayer,
     factorized,
     head_counts,
     head_rows_like,
@@ -51,6 +61,8 @@ from eckart.model.module_context import eval_mode
 
 NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
 """Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""
+FORMAT = 2
+"""Format of the folders that are saved: in the first one, factors were parameters of their layer."""
 
 
 @register_quantization_config("eckart")
@@ -65,9 +77,14 @@ class EckartConfig(QuantizationConfigMixin):
         tied: name of a head → name of the embedding with the factors that the head uses.
         narrowed: name of a layer of a narrowed MLP → its shape `[out, in]`; if it also has a rank, it is factorized.
         experts: names of the modules of experts that are taken apart (eckart/model/experts.py).
+        format: FORMAT, or 1 in folders from before factors were linear layers: `left` for `left.weight` and so on.
+        quantization: config of another method that has quantized the linear layers, factors among them.
     """
 
     experts: Sequence[str] = ()  # of the class, so that config.json of a model without experts does not have it
+    quantization: QuantizationConfigMixin | None = None
+    quantizes = False
+    """Whether that method quantizes the model now, as it is loaded; if not, the folder is quantized."""
 
     def __init__(
         self,
@@ -78,8 +95,16 @@ class EckartConfig(QuantizationConfigMixin):
         tied: dict[str, str] | None = None,
         narrowed: dict[str, list[int]] | None = None,
         experts: list[str] | None = None,
+        format: int = 1,
+        quantization: dict[str, Any] | QuantizationConfigMixin | None = None,
         **_: Any,
     ) -> None:
+        """
+        Raises:
+            ValueError: a later version of this package has saved the model.
+        """
+        if format > FORMAT:
+            raise ValueError(f"the model is saved in format {format} of eckart: upgrade the Python package eckart")
         self.quant_method = "eckart"  # type: ignore[assignment]
         self.ranks = ranks or {}
         self.rows = rows or {}
@@ -89,6 +114,16 @@ class EckartConfig(QuantizationConfigMixin):
         self.narrowed = narrowed or {}
         if experts:
             self.experts = experts
+        self.format = format
+        if quantization is not None:
+            read: Any = AutoQuantizationConfig.from_dict
+            self.quantization = read(quantization) if isinstance(quantization, dict) else quantization
+
+    def to_dict(self) -> dict[str, Any]:
+        content = {name: value for name, value in vars(self).items() if name != "quantizes"}
+        if self.quantization is not None:
+            content["quantization"] = self.quantization.to_dict()
+        return copy.deepcopy(content)
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
@@ -100,14 +135,43 @@ class EckartConfig(QuantizationConfigMixin):
         return low_rank_like(module, rank, self.rows.get(name, 0))
 
 
+class _NoOther(HfQuantizer):
+    """Stands for the other method's quantizer if there is none."""
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """The factors are ordinary parameters: the Trainer may train them without adapters."""
+        return True
+
+
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
-    """Puts low-rank layers in place of the layers that the config names, before the weights are loaded."""
+    """Puts low-rank layers in place of the layers that the config names, before the weights are loaded.
+
+    If another method quantizes the model, too, its quantizer then sees a model whose factors are linear layers, and
+    decides all else.
+    """
 
     quantization_config: EckartConfig
     requires_calibration = True  # only weights saved in this format can be loaded; loading does not compress dense ones
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+    def __init__(self, quantization_config: EckartConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        config = quantization_config.quantization
+        self.other: HfQuantizer = _NoOther(quantization_config)
+        if config is not None:
+            self.other = AutoHfQuantizer.from_config(config, pre_quantized=not quantization_config.quantizes)
+        self.pre_quantized = self.other.pre_quantized
+        self._old_names: list[WeightTransform] = []
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.experts:
             if (place := _name_here(model, name, names)) is not None:
@@ -122,9 +186,18 @@ class EckartQuantizer(HfQuantizer):
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
+        if self.quantization_config.format < FORMAT:
+            self._old_names = [*_old_names(model, self.quantization_config.ranks, names)]
+        if self.quantization_config.quantization is not None:
+            model.quantization_method = self.other.quantization_config.quant_method  # type: ignore[assignment]
+        self.other._process_model_before_weight_loading(model, **options)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+        used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
+        model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
+        self.quantization_config.format, self.quantization_config.quantizes = FORMAT, False
         _guard(model)
+        self.other._process_model_after_weight_loading(model, **options)
         return model
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -133,19 +206,59 @@ class EckartQuantizer(HfQuantizer):
         This hook is used because it is the only one that gets the config before transformers looks for the weights.
         """
         forget_needed(config)
-        return config
+        return self.other.update_attn_implementation(config)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Add the new names of the factors to those that transformers gives to what a folder holds."""
+        return self.other.update_weight_conversions([*weight_conversions, *self._old_names], model)
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Undo what the other method has done; the factors stay."""
+        model = self.other.dequantize(model, dtype)
+        describe(model)
+        return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        return True
+        return bool(self.other.is_serializable())
 
     @property
     def is_trainable(self) -> bool:
-        return True
+        return bool(self.other.is_trainable)
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        """The factors are ordinary parameters: the Trainer may train them without adapters."""
-        return True
+    def __getattribute__(self, name: str) -> Any:
+        """Return what the other method's quantizer has for `name`, if this class does not say otherwise."""
+        if name in _OF_OTHER:
+            return getattr(object.__getattribute__(self, "other"), name)
+        return super().__getattribute__(name)
+
+
+_OF_OTHER = {name for name in vars(HfQuantizer) if not name.startswith("_") and name not in vars(EckartQuantizer)} - {
+    "preprocess_model",
+    "postprocess_model",
+    "remove_quantization_config",
+}
+"""What EckartQuantizer leaves to the other method's quantizer."""
+
+
+def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[str]) -> Iterator[WeightTransform]:
+    """Yield what gives the tensors of a folder of format 1 their present names, and an embedding's their orientation.
+
+    Args:
+        layers: names of low-rank layers in the folder.
+        names: names of all modules of `model`.
+    """
+    for name in layers:
+        place = _name_here(model, name, names)
+        layer = None if place is None else model.get_submodule(place)
+        if not isinstance(layer, LowRankLayer):
+            continue
+        for old, new in layer.renamed().items():
+            if layer.is_transposed(old):
+                # transformers finds this pattern in the full name, which may lack the name of the base model
+                within = name.removeprefix(f"{model.base_model_prefix}.")
+                yield WeightConverter(f"{re.escape(within)}\\.{old}$", f"{within}.{new}", [Transpose()])
+            else:
+                yield WeightRenaming(f"^{re.escape(name)}\\.{old}$", f"{name}.{new}")
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
@@ -164,8 +277,17 @@ def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
     ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
     if ranks or narrowed or experts:
+        present = getattr(model.config, "quantization_config", None)
         model.config.quantization_config = EckartConfig(
-            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), narrowed, experts
+            ranks,
+            residual_rows(model),
+            head_counts(model),
+            pivoted(model),
+            tied_heads(model),
+            narrowed,
+            experts,
+            FORMAT,
+            getattr(present, "quantization", None),
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
@@ -237,6 +359,8 @@ def check_unquantized(config: PreTrainedConfig) -> None:
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     name = getattr(method, "value", method)
+    if name == "eckart" and (other := getattr(stored, "quantization", None)) is not None:
+        name = getattr(other.quant_method, "value", other.quant_method)
     if stored is None or name == "eckart":
         return
     advice = "load it unquantized, compress it, and quantize the result"
