@@ -232,12 +232,39 @@ class EckartQuantizer(HfQuantizer):
         return super().__getattribute__(name)
 
 
+_merged_by_transformers: Any = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge_configs(
+    _: type[AutoHfQuantizer],
+    stored: dict[str, Any] | QuantizationConfigMixin,
+    given: dict[str, Any] | QuantizationConfigMixin | None,
+) -> QuantizationConfigMixin:
+    """Combine the config of a folder with the argument `quantization_config` of `from_pretrained`.
+
+    transformers would refuse a second method: to it, a model has one. Here the method that the argument names quantizes
+    the factors and the dense linear layers of a compressed model.
+    """
+    read: Any = AutoQuantizationConfig.from_dict
+    config = read(stored) if isinstance(stored, dict) else copy.copy(stored)
+    if not isinstance(config, EckartConfig) or given is None or isinstance(given, EckartConfig):
+        merged: QuantizationConfigMixin = _merged_by_transformers(stored, given)
+        return merged
+    config.quantizes = config.quantization is None
+    if config.quantization is not None:
+        given = _merged_by_transformers(config.quantization, given)
+    config.quantization = read(given) if isinstance(given, dict) else given
+    return config
+
+
+AutoHfQuantizer.merge_quantization_configs = classmethod(_merge_configs)  # type: ignore[assignment]
+
 _OF_OTHER = {name for name in vars(HfQuantizer) if not name.startswith("_") and name not in vars(EckartQuantizer)} - {
     "preprocess_model",
     "postprocess_model",
     "remove_quantization_config",
 }
-"""What EckartQuantizer leaves to the other method's quantizer."""
+"""Names that EckartQuantizer takes from the other method's quantizer."""
 
 
 def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[str]) -> Iterator[WeightTransform]:
@@ -366,7 +393,7 @@ def check_unquantized(config: PreTrainedConfig) -> None:
     advice = "load it unquantized, compress it, and quantize the result"
     if name == "gguf":
         advice = "load it with quantization_config=GgufConfig(dequantize=True)"
-    raise ValueError(f"the model is quantized by {name}, and a config can name one storage method only: {advice}")
+    raise ValueError(f"the model is quantized by {name}, but compression needs its dense weights: {advice}")
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

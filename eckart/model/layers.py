@@ -140,7 +140,7 @@ _DESCRIBING = {
     for name in ("dtype", "device", "shape", "ndim", "is_meta", "is_cuda", "layout", "requires_grad", "is_sparse")
     if (getter := getattr(getattr(Tensor, name), "__get__", None))
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.get_device}
-"""What can be asked of a tensor without using its values."""
+"""Attributes and methods of a tensor that do not need its values."""
 
 
 class LowRankLinear(LowRankLayer):
@@ -270,14 +270,14 @@ class PivotedLinear(LowRankLayer):
     def _is_plain(self) -> bool:
         """Whether `others` is as it was made: no tool has quantized it, given it an adapter, or moved it elsewhere."""
         weight = self.others.weight
-        return type(self.others) in (nn.Linear, _Factor) and type(weight) is nn.Parameter and not weight.is_meta
+        return type(self.others) in (nn.Linear, EmbeddingFactor) and type(weight) is nn.Parameter and not weight.is_meta
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
         return {"right": "right.weight", "others": "others.weight"}
 
 
-class _Factor(nn.Module):
+class EmbeddingFactor(nn.Module):
     """A linear layer that is no nn.Linear: a tied head needs its weight itself, so no tool may replace it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
@@ -302,7 +302,7 @@ class _Embedding(LowRankLayer):
     def _reader(in_features: int, out_features: int) -> nn.Embedding:
         return nn.Embedding(in_features, out_features, _weight=torch.empty(in_features, out_features))
 
-    _writer = staticmethod(_Factor)
+    _writer = staticmethod(EmbeddingFactor)
 
     def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
         columns = embedding(x, weight.T)
