@@ -269,8 +269,9 @@ class PivotedLinear(LowRankLayer):
     @property
     def _is_plain(self) -> bool:
         """Whether `others` is as it was made: no tool has quantized it, given it an adapter, or moved it elsewhere."""
-        weight = self.others.weight
-        return type(self.others) in (nn.Linear, EmbeddingFactor) and type(weight) is nn.Parameter and not weight.is_meta
+        if type(self.others) not in (nn.Linear, EmbeddingFactor):
+            return False
+        return type(self.others.weight) is nn.Parameter and not self.others.weight.is_meta
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
