@@ -44,8 +44,7 @@ Load = Callable[..., PreTrainedModel]
 
 
 def linear(module: nn.Module, name: str) -> bool:
-    """Whether to quantize a module: torchao fails on the left factor of rank 1."""
-    return isinstance(module, nn.Linear) and module.in_features > 1 and name != HEAD
+    return isinstance(module, nn.Linear) and name != HEAD
 
 
 def torchao(bits: int) -> Callable[[Load], PreTrainedModel]:

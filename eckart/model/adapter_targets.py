@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from eckart.model.layers import EmbeddingFactor, LowRankLayer
+from eckart.model.layers import LowRankLayer, PlainLinear
 
 _MODULE = "peft.tuners.tuners_utils"
 _FUNCTION = "_maybe_include_all_linear_layers"
@@ -54,7 +54,7 @@ def _factors(name: str, layer: LowRankLayer) -> list[str]:
     return [
         f"{name}.{part}"
         for part, module in layer.named_children()
-        if part != "residual" and not isinstance(module, EmbeddingFactor)
+        if part != "residual" and not isinstance(module, PlainLinear)
     ]
 
 

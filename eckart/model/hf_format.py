@@ -218,13 +218,6 @@ class EckartQuantizer(HfQuantizer):
         describe(model)
         return model
 
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **options: Any) -> bool:
-        """Whether the other method quantizes a parameter; not the left factor of rank 1, on which torchao fails."""
-        module = model.get_submodule(param_name.rpartition(".")[0])
-        if type(module) is nn.Linear and module.in_features == 1:
-            return False
-        return bool(self.other.param_needs_quantization(model, param_name, **options))
-
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return bool(self.other.is_serializable())
 

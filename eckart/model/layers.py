@@ -143,6 +143,22 @@ _DESCRIBING = {
 """Attributes and methods of a tensor that do not need its values."""
 
 
+class PlainLinear(nn.Module):
+    """A linear layer that is no nn.Linear, so that no tool replaces it.
+
+    It is the left factor of rank 1, on which torchao fails and bitsandbytes computes noise, and of an embedding, since
+    a tied head needs its weight itself.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class LowRankLinear(LowRankLayer):
     """Linear layer stored as two, `right` and then `left`: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
@@ -151,9 +167,9 @@ class LowRankLinear(LowRankLayer):
     """
 
     rows: Tensor | None
-    left: nn.Linear
-    right: nn.Linear | nn.Embedding
-    residual: nn.Linear | nn.Embedding | None
+    left: nn.Linear | PlainLinear
+    right: nn.Linear | PlainLinear | nn.Embedding
+    residual: nn.Linear | PlainLinear | nn.Embedding | None
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool, rows: int = 0) -> None:
         super().__init__(in_features, out_features, rank)
@@ -165,12 +181,12 @@ class LowRankLinear(LowRankLayer):
         """Factors `(rank,)` that scale the components while a rank search trains; never saved."""
 
     @staticmethod
-    def _reader(in_features: int, out_features: int) -> nn.Linear | nn.Embedding:
-        return uninitialized_linear(in_features, out_features)
+    def _reader(in_features: int, out_features: int) -> nn.Linear | PlainLinear | nn.Embedding:
+        return (uninitialized_linear if out_features else PlainLinear)(in_features, out_features)
 
     @staticmethod
-    def _writer(in_features: int, out_features: int, bias: bool) -> nn.Linear:
-        return uninitialized_linear(in_features, out_features, bias)
+    def _writer(in_features: int, out_features: int, bias: bool) -> nn.Linear | PlainLinear:
+        return (uninitialized_linear if in_features > 1 else PlainLinear)(in_features, out_features, bias)
 
     @property
     def first_weight(self) -> Tensor:
@@ -230,8 +246,8 @@ class PivotedLinear(LowRankLayer):
 
     places: Tensor
     """For each row of Ŵ, its position in the list that holds first all pivots and then all other rows, `(out,)`."""
-    others: nn.Linear
-    right: nn.Linear | nn.Embedding
+    others: nn.Linear | PlainLinear
+    right: nn.Linear | PlainLinear | nn.Embedding
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
         super().__init__(in_features, out_features, rank)
@@ -269,25 +285,13 @@ class PivotedLinear(LowRankLayer):
     @property
     def _is_plain(self) -> bool:
         """Whether `others` is as it was made: no tool has quantized it, given it an adapter, or moved it elsewhere."""
-        if type(self.others) not in (nn.Linear, EmbeddingFactor):
+        if type(self.others) not in (nn.Linear, PlainLinear):
             return False
         return type(self.others.weight) is nn.Parameter and not self.others.weight.is_meta
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
         return {"right": "right.weight", "others": "others.weight"}
-
-
-class EmbeddingFactor(nn.Module):
-    """A linear layer that is no nn.Linear: a tied head needs its weight itself, so no tool may replace it."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 class _Embedding(LowRankLayer):
@@ -303,18 +307,18 @@ class _Embedding(LowRankLayer):
     def _reader(in_features: int, out_features: int) -> nn.Embedding:
         return nn.Embedding(in_features, out_features, _weight=torch.empty(in_features, out_features))
 
-    _writer = staticmethod(EmbeddingFactor)
+    _writer = staticmethod(PlainLinear)
 
     def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
         columns = embedding(x, weight.T)
         return columns if self.bias is None else columns + self.bias
 
 
-class LowRankEmbedding(_Embedding, LowRankLinear):  # type: ignore[misc]
+class LowRankEmbedding(_Embedding, LowRankLinear):
     """An embedding stored as two factors."""
 
 
-class PivotedEmbedding(_Embedding, PivotedLinear):  # type: ignore[misc]
+class PivotedEmbedding(_Embedding, PivotedLinear):
     """An embedding in pivoted storage."""
 
 
@@ -402,7 +406,7 @@ def uninitialized_linear(in_features: int, out_features: int, bias: bool = False
     return layer
 
 
-def matrix_of(module: nn.Linear | nn.Embedding) -> Tensor:
+def matrix_of(module: nn.Linear | PlainLinear | nn.Embedding) -> Tensor:
     """Return the weight of a layer that reads the inputs of a low-rank layer, as `(…, in)`; it shares memory."""
     return module.weight.T if isinstance(module, nn.Embedding) else module.weight
 

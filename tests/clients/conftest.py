@@ -23,13 +23,13 @@ def compressed(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small(request.param)
 
 
-def small(stored: str = "factors") -> PreTrainedModel:
+def small(stored: str = "factors", rank: int = RANK) -> PreTrainedModel:
     model = tiny.of(
         "BertForSequenceClassification",
         **{**tiny.LAYERS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH},
         **tiny.LENGTH,
     )()
-    tiny.factorize(model, BATCH, lambda _: RANK, residual=stored == "rows")
+    tiny.factorize(model, BATCH, lambda _: rank, residual=stored == "rows")
     if stored == "pivoted":
         pivot(model)
     describe(model)

@@ -20,8 +20,9 @@ from transformers import (
     TorchAoConfig,
 )
 
+from eckart.model.hf_format import save
 from eckart.model.layers import factorized, parts_of_layers
-from tests.clients.conftest import distance, logits
+from tests.clients.conftest import distance, logits, small
 
 HEAD = "classifier"
 INT8, INT4 = 0.15, 0.9
@@ -110,3 +111,11 @@ def test_transformers_quantizes_a_compressed_folder_by_quanto(compressed: PreTra
     """Such a model cannot be saved, compressed or not."""
     found = load(folder, quantization_config=quanto_config())
     assert 0 < distance(logits(found), logits(compressed)) < INT8
+
+
+@pytest.mark.parametrize("config", [torchao_config, bitsandbytes_config])
+def test_a_layer_of_rank_1_stays_right(config: Callable[[], Any], tmp_path: Path) -> None:
+    """torchao fails on a matrix of one column, and bitsandbytes computes noise with it."""
+    model = small(rank=1)
+    save(model, tmp_path)
+    assert 0 < distance(logits(load(tmp_path, quantization_config=config())), logits(model)) < INT8
