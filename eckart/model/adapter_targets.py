@@ -5,7 +5,8 @@ of them, so the names of its factors take the place of its own:
 
 - LoRA and its kin adapt both factors. An update of the whole map would have no place to go when it is merged.
 - (IA)³ scales outputs, or, in layers that it calls feed-forward, inputs. Outputs are those of the last factor, inputs
-  those of the first, so the map is scaled exactly as the dense layer would be.
+  those of the first, so the map is scaled exactly as the dense layer would be. Two forms differ: in pivoted storage,
+  only the outputs that are no pivots are scaled, and at rank 1 only the component.
 
 peft asks for no such thing, so its function that completes a config is wrapped, as soon as peft has been imported.
 """

@@ -59,8 +59,10 @@ from eckart.model.layers import (
 )
 from eckart.model.module_context import eval_mode
 
-NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
+NEEDED = "factorized: install or update the Python package eckart, and `import eckart` before you load this model"
 """Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""
+_NEEDED_1 = "factorized: install the Python package eckart, and `import eckart` before you load this model"
+"""The same of format 1. A version that knows no other name fails on format 2, whose weights it would not find."""
 FORMAT = 2
 """Format of the folders that are saved: in the first one, factors were parameters of their layer."""
 
@@ -443,5 +445,5 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
 
 def forget_needed(config: PreTrainedConfig) -> None:
     """Remove the name of the weights file from `config` if it is NEEDED."""
-    if getattr(config, "transformers_weights", None) == NEEDED:
+    if getattr(config, "transformers_weights", None) in (NEEDED, _NEEDED_1):
         del config.transformers_weights

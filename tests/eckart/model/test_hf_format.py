@@ -26,6 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.factorization.pivoted_storage import pivot
+from eckart.model import hf_format
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge, pivoted
 from eckart.model.targets import find_targets
@@ -133,6 +134,7 @@ def write_as_long_ago(model: PreTrainedModel, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     storage = config["quantization_config"]
     assert storage.pop("format") == 2
+    config["transformers_weights"] = hf_format._NEEDED_1
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     for name in storage["ranks"]:
