@@ -32,11 +32,15 @@ _PRELOAD = [
     "grimp",
     "torch",
     "transformers.trainer",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.mamba2.modeling_mamba2",
     "datasets",
     "pandas",
     "scipy.stats",
     "sklearn.metrics",
     "safetensors.torch",
+    "pydantic.root_model",
+    "ruamel.yaml",
 ]
 
 _BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of a stage's command in a clone; in other workspaces
