@@ -88,17 +88,18 @@ app = typer.Typer(
 )
 
 
-def _command(panel: Panel, *examples: str, name: str | None = None) -> Callable[[F], F]:
+def _command(panel: Panel, *examples: str, name: str | None = None, **options: Any) -> Callable[[F], F]:
     """Return a decorator like `app.command`, which puts the command under a heading of `--help`.
 
     Args:
         examples: command lines, which the command's own help shows at its end.
+        options: others of `app.command`.
     """
     epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
 
     def add(function: F) -> F:
         text = _LINE_BREAK.sub(" ", inspect.getdoc(function) or "")  # the terminal breaks lines by its own width
-        return app.command(name, help=text, epilog=epilog, rich_help_panel=panel)(function)
+        return app.command(name, help=text, epilog=epilog, rich_help_panel=panel, **options)(function)
 
     return add
 
@@ -680,6 +681,26 @@ def pin_inputs() -> None:
         print(f"{pin.section}.revision: {pin.now} of {pin.name}, {change}")
     if not pins:
         print("Nothing to pin: base model, data and texts are not on the hub, or name a branch or tag.")
+
+
+@_command(
+    "Ship",
+    "eckart with lm_eval --model hf --model_args pretrained=models/finetuned/kfac-0.6 --tasks lambada_openai",
+    "eckart with transformers serve models/finetuned/kfac-0.6",
+    "eckart with python score.py",
+    name="with",
+    context_settings={"allow_interspersed_args": False},
+)
+def with_program(
+    words: Annotated[list[str], typer.Argument(help="A program and its arguments.", metavar="PROGRAM")],
+) -> None:
+    """Run another program that can load compressed models.
+
+    The program and the Python processes that it starts import eckart as soon as they import transformers.
+    """
+    from eckart_command import run_with
+
+    run_with(words)
 
 
 @_command("Share", "eckart push")

@@ -15,7 +15,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 import flows.environment.settings
@@ -25,7 +24,6 @@ if "DVC_SITE_CACHE_DIR" not in os.environ:  # of all processes of one run
     os.environ["DVC_SITE_CACHE_DIR"] = tempfile.mkdtemp(prefix="eckart-tests-")
     multiprocessing.util.Finalize(None, shutil.rmtree, (os.environ["DVC_SITE_CACHE_DIR"], True), exitpriority=-300)
 flows.environment.settings.apply()  # before a test imports prefect, mlflow or dvc
-torch.set_num_threads(1)
 gc.disable()  # while the tests are imported, for which it takes a fifth of the time
 settings.register_profile(
     "laws", deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -91,7 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the objects of libraries from garbage collection, which Trainer starts at each training."""
+    """Take one thread, and spare the objects of libraries from garbage collection, which Trainer starts often."""
+    import torch  # not above: the process that starts xdist's runs no tests, and they would wait for its import
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
 

@@ -19,6 +19,7 @@ KEEP = "0.5"
 RECIPES = ("energy", "pull")
 FEW = {"steps": 3, "batch_size": 8}
 RUN = f"""
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -33,6 +34,7 @@ from tasks.config.validation import check
 from tasks.nlp_tasks import kind_of
 from tests.workspace import run_stage, tiny_workspace
 
+gc.freeze()  # what was imported
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
 resolve.main()
 for stage in ("extract", "teacher", "control", "dense", "importance"):

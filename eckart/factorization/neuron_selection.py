@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eckart.factorization.weighted_svd import accelerated
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
 
 _CANDIDATES = 4  # candidates of a round ÷ neurons that it takes
@@ -57,6 +58,7 @@ def order_neurons(weight: Tensor, norm: ErrorNorm, group: int) -> NeuronOrder:
         norm: norm of its errors.
         group: number of neurons that each round takes.
     """
+    weight, norm = accelerated(weight, norm)
     w = weight.to(exact_dtype(weight))
     remaining = _ridged(full_moment(norm.right, w))  # E
     outputs = w @ remaining  # W E
@@ -109,9 +111,11 @@ def _gains(effects: Tensor, diagonal: Tensor) -> Tensor:
 
 def fitted(weight: Tensor, moment: Side, neurons: Tensor) -> Tensor:
     """Return the down layer W B[:, S] B[S, S]⁻¹ `(out, S)` that reads only `neurons`, for B = `moment`."""
+    home = weight.device
+    weight, norm = accelerated(weight, ErrorNorm(left=None, right=moment))
     w = weight.to(exact_dtype(weight))
-    b = _ridged(full_moment(moment, w))
-    return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False)
+    b = _ridged(full_moment(norm.right, w))
+    return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False).to(home)
 
 
 def of_neurons(norm: ErrorNorm, weight: Tensor, neurons: Tensor | None) -> ErrorNorm:

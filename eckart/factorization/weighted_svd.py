@@ -60,7 +60,7 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
         flipped = decompose(weight.T, ErrorNorm(left=norm.right, right=norm.left))
         return Decomposition(left=flipped.right.T, right=flipped.left.T, spectrum=flipped.spectrum)
     home = weight.device
-    weight, norm = _accelerated(weight, norm)
+    weight, norm = accelerated(weight, norm)
     w, lift, unlift, gram = _weighted_gram(weight, norm)
     energies, basis = torch.linalg.eigh(gram)  # ascending
     spectrum, basis = energies.flip(0).clamp(min=0).sqrt(), basis.flip(1)
@@ -68,8 +68,11 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
     return Decomposition(left.to(home), right.to(home), spectrum.to(home))
 
 
-def _accelerated(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, ErrorNorm]:
-    """Return both on one device: a GPU, if there is one. There an eigendecomposition takes a hundredth of the time."""
+def accelerated(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, ErrorNorm]:
+    """Return a weight and the norm of its errors on one device: a GPU, if there is one and the weight is on the CPU.
+
+    There an eigendecomposition takes a hundredth of the time.
+    """
     device = torch.device("cuda") if weight.is_cpu and torch.cuda.is_available() else weight.device
     left, right = (None if side is None else side.to(device) for side in (norm.left, norm.right))
     return weight.to(device), ErrorNorm(left=left, right=right)
@@ -93,7 +96,7 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
     if weight.shape[1] < weight.shape[0]:
         return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
     home = weight.device
-    *_, gram = _weighted_gram(*_accelerated(weight, norm))
+    *_, gram = _weighted_gram(*accelerated(weight, norm))
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt().to(home)
 
 

@@ -30,6 +30,7 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
         writer: end of a pipe, into which all that the stage prints is written.
     """
     gc.freeze()  # else each collection visits all that the server has imported, and so copies its pages to this process
+    gc.enable()  # off in the server
     os.setsid()
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)

@@ -26,16 +26,21 @@ from flows.engine import forked_stage, orphaned_processes, supervisor
 from flows.environment.redaction import redact
 from tasks.artifacts.errors import EckartError
 
-# Slow imports, but none of our own code: if that was edited later, the server would still have the old version.
+# Slow imports, but none of our packages: if that was edited later, the server would still have the old version.
 _PRELOAD = [
+    "eckart_warm_server",  # first: no garbage collection meanwhile
     "grimp",
     "torch",
     "transformers.trainer",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.mamba2.modeling_mamba2",
     "datasets",
     "pandas",
     "scipy.stats",
     "sklearn.metrics",
     "safetensors.torch",
+    "pydantic.root_model",
+    "ruamel.yaml",
 ]
 
 _BEGINNINGS = ("python -m tasks.", "eckart stage ")  # of a stage's command in a clone; in other workspaces

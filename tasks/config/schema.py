@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, overload
 
@@ -571,7 +573,7 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         ParamsError: the file is missing or is not a YAML mapping.
     """
     try:
-        content = YAML(typ="safe").load(path.read_text())
+        content = deepcopy(_loaded(path.read_text()))
     except FileNotFoundError as error:
         raise ParamsError(
             f"{path} does not exist: run this in the root of a workspace; `eckart init FOLDER` makes one"
@@ -585,6 +587,12 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
     if lines := list(_invalid_keys(content)):
         raise ParamsError(report(path, lines))
     return content
+
+
+@lru_cache(maxsize=4)
+def _loaded(text: str) -> Any:
+    """Load YAML, once for each text: a stage asks for a dozen sections of one file."""
+    return YAML(typ="safe").load(text)
 
 
 def _invalid_keys(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:

@@ -14,6 +14,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,15 @@ class StageCode:
         self._parameters = parameters
         folders = code_folders()
         self._paths = {module: _path(module, folders) for module in self._graph.modules}
-        self._digests = {module: _digest(module, path) for module, path in self._paths.items()}
+        self._digests: dict[str, str] = {}  # of the modules that were asked for
 
     def digest(self, stage: str) -> str:
         """Return the digest of the code that a stage, such as `dense` or `search@kfac-0.5`, can run."""
-        lines = [f"{module} {self._digests[module]}\n" for module in sorted(self.modules(stage))]
+        modules = sorted(self.modules(stage))
+        for module in modules:
+            if module not in self._digests:
+                self._digests[module] = _digest(module, self._paths[module])
+        lines = [f"{module} {self._digests[module]}\n" for module in modules]
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
     def modules(self, stage: str) -> set[str]:
@@ -182,6 +187,7 @@ def _kinds(value: Any) -> Iterator[str]:
         yield from _kinds(part)
 
 
+@cache  # a stage asks twice
 def _without_defaults(source: bytes) -> bytes:
     """Return the source of a module without the defaults of fields and the docstrings of its undecorated classes."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]

@@ -185,6 +185,8 @@ def _set_up_torch(threads: int) -> None:
     torch.set_num_threads(threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # cuDNN's gradient of attention is not deterministic, and some are NaN (pytorch/pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     quiet()
 
 

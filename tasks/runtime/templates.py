@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, select_autoescape
@@ -9,12 +10,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, sel
 
 def template(file: Path) -> Template:
     """Load a template. Inserted values are escaped in HTML templates (`*.html.j2`), not in Markdown."""
-    environment = Environment(
-        loader=FileSystemLoader(file.parent),
+    return _environment(file.parent).get_template(file.name)
+
+
+@cache  # it keeps the templates that it has compiled: there is a card for each candidate
+def _environment(folder: Path) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(folder),
         autoescape=select_autoescape(["html.j2"]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(file.name)

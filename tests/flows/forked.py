@@ -70,6 +70,7 @@ def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
 
 def _with_our_server(target: Callable[..., object], *arguments: object) -> None:
     gc.freeze()  # as a stage does
+    gc.enable()
     # It would start one of its own, with seconds of imports.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     target(*arguments)

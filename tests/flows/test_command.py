@@ -1,5 +1,6 @@
 """The command `eckart` is `python -m flows`, where there is a pipeline."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import eckart
 import eckart_command
 from flows.cli import app
+from tests import tiny
 from tests.flows.toy import toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -25,6 +28,20 @@ def test_it_runs_the_commands_of_the_pipeline_here(
         eckart_command.main()
     assert ended.value.code == 0
     assert "--rollback" in capsys.readouterr().out
+
+
+def test_programs_and_their_child_processes_load_compressed_models(tmp_path: Path) -> None:
+    """The program imports no eckart, and a sitecustomize of the user's own runs as before."""
+    eckart.compress(tiny.bert(), tiny.batches(tiny.samples(4), 4), 0.5, "svd").model.save_pretrained(tmp_path / "small")
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own = True")
+    load = f"own; from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path / 'small')!r})"
+    child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {load!r}]).returncode)"
+    command = [sys.executable, str(REPOSITORY / "eckart_command.py")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([*command, "with", "python", "-c", child], check=True, env=environment, cwd=tmp_path)
+    missing = subprocess.run([*command, "with", "no-such-program"], capture_output=True, text=True)
+    assert missing.returncode == 1
+    assert "python -m no-such-program" in missing.stderr
 
 
 def test_where_there_is_no_workspace_it_says_how_to_make_one(tmp_path: Path) -> None:

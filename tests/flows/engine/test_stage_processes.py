@@ -28,12 +28,14 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "__init__.py").touch()
     (tmp_path / "tasks" / "act.py").write_text(
-        "import os, signal, subprocess, sys, time\n"
+        "import gc, os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "what = sys.argv[1]\n"
         "print('begin', __name__, os.getcwd(), os.environ.get('DVC_STAGE'), flush=True)\n"
         "print('to stderr', file=sys.stderr, flush=True)\n"
         "if what == 'fail': sys.exit('the cause')\n"
+        "if what == 'collect':\n"
+        "    print(gc.isenabled(), gc.get_freeze_count() > 1e5, {'torch', 'eckart_warm_server'} < {*sys.modules})\n"
         "if what == 'crash': raise KeyError('lost')\n"
         "def start():\n"
         "    return subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -75,6 +77,13 @@ def test_a_stage_runs_as_a_module_in_its_workspace_and_both_streams_arrive(root:
     lines: list[str] = []
     stage_processes.run(f"{command} go", root, lines.append, {"DVC_STAGE": "act"})
     assert sorted(lines) == [f"begin __main__ {root} act", "to stderr"]
+
+
+def test_a_stage_collects_its_own_garbage_alone(root: Path) -> None:
+    """The server, which turned collection off, has imported torch; its objects are looked at no more."""
+    lines: list[str] = []
+    stage_processes.run("python -m tasks.act collect", root, lines.append, {})
+    assert lines[-1] == "True True True"
 
 
 def test_a_failure_names_the_last_line(root: Path) -> None:

@@ -15,7 +15,8 @@ from flows.servers import prefect_server
 from tests.workspace import REPOSITORY
 
 EVERY_MODULE = """
-import logging, os, pkgutil, sys, importlib
+import gc, logging, os, pkgutil, sys, importlib
+gc.disable()
 import tasks  # which the modules import, too, as torch: only what they do themselves is looked at
 
 def state():

@@ -261,7 +261,7 @@ class TestStages:
     def test_from_text_to_a_comparison(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """With the weight that embedding and head share, by each kind of search that knows it.
 
-        A recipe without steps of fine-tuning is scored once.
+        A recipe without steps of fine-tuning is scored once, and a control without them is exported once.
         """
         settings = params(sizes={"calibration": 1})
         settings["targets"]["tied"] = True
@@ -271,7 +271,7 @@ class TestStages:
         svd["recovery"] = {**svd["recovery"], "steps": 0}
         svd["storage"] = "pivoted"
         recipes = ("svd", "kfac", "tolerance")
-        settings["study"]["recipes"] = list(recipes)
+        settings["study"] |= {"recipes": list(recipes), "control": "svd"}
         settings["evaluate"]["texts"] = {"other": {"source": "data/raw/other.txt", "separator": "</s>", "examples": 5}}
         Path("data/raw/other.txt").write_text("\n".join(lines(2)))
         settings["export"] = {"recipes": ["svd"]}
@@ -299,7 +299,10 @@ class TestStages:
         assert reports["kfac"]["texts"]["other"]["metric"] == pytest.approx(other.metric, rel=1e-5)
         assert reports["kfac"]["texts"]["other"]["examples"] == other.examples == 5
         assert reports["svd"]["texts"] == reports["svd"]["factorized_texts"]
-        files = json.loads(Path("reports/onnx/svd-0.5.json").read_text())
+        files, original, control = (
+            json.loads(Path(f"reports/onnx/{name}.json").read_text()) for name in ("svd-0.5", "dense", "control")
+        )
+        assert original == control
         both = [report["texts"]["other"]["metric"] for report in (reports["svd"], files["onnx"])]
         assert both[1] == pytest.approx(both[0], rel=1e-4)
         written = Path("reports/runtimes.csv").read_text().splitlines()
