@@ -43,6 +43,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
 from eckart.model.layers import (
+    LowRankEmbedding,
     LowRankLayer,
     factorized,
     head_counts,
@@ -147,11 +148,6 @@ class _NoOther(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        """The factors are ordinary parameters: the Trainer may train them without adapters."""
-        return True
-
 
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
@@ -188,6 +184,7 @@ class EckartQuantizer(HfQuantizer):
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
+        _tie_new_heads(model)
         if self.quantization_config.format < FORMAT:
             self._old_names = [*_old_names(model, self.quantization_config.ranks, names)]
         if self.quantization_config.quantization is not None:
@@ -199,6 +196,8 @@ class EckartQuantizer(HfQuantizer):
         model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
         self.quantization_config.format, self.quantization_config.quantizes = FORMAT, False
         _guard(model)
+        # else transformers would refuse half(), float() and training without adapters, which factors allow
+        model.is_quantized = self.quantization_config.quantization is not None  # type: ignore[assignment]
         self.other._process_model_after_weight_loading(model, **options)
         return model
 
@@ -291,15 +290,28 @@ def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Return the name in `model` of the saved model's layer `name`, or None if it belongs to a head that `model` lacks.
+    """Return the name in `model` of the saved model's layer `name`, or None if `model` has no such layer.
 
     The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
+    With another head, or fewer layers, a layer may be missing: transformers reports its weights as unexpected.
     """
     prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in names:
-            return candidate
-    return name if model.base_model is not model else None
+    return next((place for place in (name, name.removeprefix(prefix), prefix + name) if place in names), None)
+
+
+def _tie_new_heads(model: PreTrainedModel) -> None:
+    """Let each head that is tied to a factorized embedding use its factors, as other heads use an embedding's weight.
+
+    The saved model had no such head: its config still ties weights.
+    """
+    for tied, source in list(model.all_tied_weights_keys.items()):
+        head, embedding = tied.rpartition(".")[0], source.rpartition(".")[0]
+        layer = model.get_submodule(embedding)
+        if not isinstance(layer, LowRankLayer):
+            continue
+        del model.all_tied_weights_keys[tied]
+        if isinstance(layer, LowRankEmbedding):
+            tie_head(model, head, embedding)
 
 
 def describe(model: PreTrainedModel) -> None:
