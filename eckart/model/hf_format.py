@@ -42,6 +42,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
+from eckart.model.incoming import forget_gguf
 from eckart.model.layers import (
     LowRankEmbedding,
     LowRankLayer,
@@ -316,6 +317,7 @@ def _tie_new_heads(model: PreTrainedModel) -> None:
 
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
+    forget_gguf(model)
     ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
     if ranks or narrowed or experts:
         present = getattr(model.config, "quantization_config", None)
@@ -375,39 +377,6 @@ def _guard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
-
-
-def check_base(model: PreTrainedModel) -> None:
-    """Check that `model` could be saved after compression.
-
-    Raises:
-        ValueError: the model is quantized or has adapters; the message says what to load instead.
-    """
-    check_unquantized(model.config)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            "the model has adapters, and save_pretrained would write only these: merge them first, with "
-            "merge_and_unload() of a PeftModel"
-        )
-
-
-def check_unquantized(config: PreTrainedConfig) -> None:
-    """Check that no other method has quantized the model of `config`.
-
-    Raises:
-        ValueError: another method has; the message says what to load instead.
-    """
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    name = getattr(method, "value", method)
-    if name == "eckart" and (other := getattr(stored, "quantization", None)) is not None:
-        name = getattr(other.quant_method, "value", other.quant_method)
-    if stored is None or name == "eckart":
-        return
-    advice = "load it unquantized, compress it, and quantize the result"
-    if name == "gguf":
-        advice = "load it with quantization_config=GgufConfig(dequantize=True)"
-    raise ValueError(f"the model is quantized by {name}, but compression needs its dense weights: {advice}")
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.factorization.pivoted_storage import pivot
-from eckart.model.hf_format import check_base, save
+from eckart.model.hf_format import save
+from eckart.model.incoming import check_base
 from eckart.model.layers import LowRankLayer, factorized, low_rank_layers, parts_of_layers
 from tests import tiny
 
