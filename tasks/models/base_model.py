@@ -87,7 +87,7 @@ def load_base(params: Model, task: Task) -> Base:
                 **kind.head(),
             )
             check_base(model)
-            terms = licence.stated(source, options["revision"])
+            terms = licence.of_base(params.base, source, options["revision"], **extra)
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
