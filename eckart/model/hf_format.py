@@ -30,7 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, WeightTransform
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_renamings,
+)
 from transformers.quantizers import (
     AutoHfQuantizer,
     AutoQuantizationConfig,
@@ -293,11 +300,17 @@ def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
     """Return the name in `model` of the saved model's layer `name`, or None if `model` has no such layer.
 
-    The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
+    The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round,
+    or if only a part is loaded, such as CLIP's text model, and transformers renames its weights.
     With another head, or fewer layers, a layer may be missing: transformers reports its weights as unexpected.
     """
     prefix = f"{model.base_model_prefix}."
-    return next((place for place in (name, name.removeprefix(prefix), prefix + name) if place in names), None)
+    for place in (name, name.removeprefix(prefix), prefix + name):
+        if place in names:
+            return place
+    renamings = [some for some in get_model_conversion_mapping(model) if isinstance(some, WeightRenaming)]
+    renamed = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
+    return renamed if renamed in names else None
 
 
 def _tie_new_heads(model: PreTrainedModel) -> None:
@@ -363,12 +376,16 @@ class _GuardedSave:
         file = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
+            parts = _parts_of_config(self._model.config).keys() & content.keys()
+            for part in parts:  # a class that loads this part alone reads nothing else
+                content[part] |= {name: content[name] for name in _OF_FORMAT if name in content}
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         if push_to_hub:  # push_to_hub calls this method once more to save the files
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
 
 
+_OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
 
 
@@ -425,6 +442,15 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
 
 
 def forget_needed(config: PreTrainedConfig) -> None:
-    """Remove the name of the weights file from `config` if it is NEEDED."""
+    """Remove the name of the weights file from `config` if it is NEEDED, and what the configs of its parts repeat."""
     if getattr(config, "transformers_weights", None) in (NEEDED, _NEEDED_1):
         del config.transformers_weights
+        for part in _parts_of_config(config).values():
+            for name in _OF_FORMAT:
+                if hasattr(part, name):
+                    delattr(part, name)
+
+
+def _parts_of_config(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the configs of a model's parts by name, such as `text_config`."""
+    return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}

@@ -15,7 +15,7 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.hf_format import save
-from eckart.model.layers import LowRankLayer, factorized, tied_heads
+from eckart.model.layers import LowRankLayer, factorized, merge, tied_heads
 from eckart.model.targets import find_targets
 from tests import tiny
 
@@ -90,6 +90,33 @@ def test_a_model_loads_with_any_head(name: str, head: str, tmp_path: Path) -> No
     if head == "" and kind == "seq2seq":
         read["decoder_input_ids"] = read["input_ids"]
     assert_loads_as_dense(build, getattr(transformers, f"AutoModel{head}"), batch, read, tmp_path, **options)
+
+
+def clip() -> PreTrainedModel:
+    text = {**tiny.LAYERS, **tiny.LENGTH, "vocab_size": tiny.VOCABULARY, "eos_token_id": 2, "projection_dim": 16}
+    vision = {**tiny.LAYERS, "image_size": 8, "patch_size": 4}
+    return tiny.build("CLIPModel", text_config=text, vision_config=vision, projection_dim=16)
+
+
+@pytest.mark.parametrize("part", ["CLIPTextModel", "CLIPTextModelWithProjection", "CLIPVisionModel"])
+def test_a_part_of_a_model_loads_whose_layers_have_other_names(part: str, tmp_path: Path) -> None:
+    """It is saved as any other, and so is the whole model after it was loaded."""
+    generator = torch.Generator().manual_seed(0)
+    texts = {"input_ids": torch.randint(3, tiny.VOCABULARY, (4, 8), generator=generator)}
+    texts["attention_mask"] = torch.ones_like(texts["input_ids"])
+    pictures = {"pixel_values": torch.randn(4, 3, 8, 8, generator=generator)}
+    read = pictures if "Vision" in part else texts
+    family = getattr(transformers, part)
+    assert_loads_as_dense(clip, family, texts | pictures, read, tmp_path)
+    loaded = family.from_pretrained(tmp_path / "compressed")
+    assert factorized(loaded)
+    save(loaded, tmp_path / "part")
+    tiny.assert_same(family.from_pretrained(tmp_path / "part"), loaded, read)
+    whole = transformers.CLIPModel.from_pretrained(tmp_path / "compressed")
+    for name in factorized(whole):
+        merge(whole, name)
+    save(whole, tmp_path / "merged")
+    assert "eckart" not in (tmp_path / "merged" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("stored", ["factors", "pivoted"])
