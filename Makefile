@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+CLIENTS := $(VENV)-clients
 
 # The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test bench docs links lint ui lock clean
+.PHONY: setup run test clients bench docs links lint ui lock clean
 
 setup: $(READY)  ## set up the environment alone
 
@@ -17,6 +18,9 @@ run: $(READY)  ## run the study that params.yaml describes
 
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+clients: $(CLIENTS)/ready  ## install tools of others beside the environment, and try them on compressed models: a minute
+	$(CLIENTS)/bin/python -m pytest tests/clients
 
 bench: $(READY)  ## measure the study of this folder and write docs/results/benchmarks.md: some minutes, alone on the machine
 	$(BIN)/python -m flows run
@@ -53,6 +57,14 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	touch $@
 
+$(CLIENTS)/ready: $(READY) pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS)
+	@# It sees the packages of $(VENV), which pip then takes as installed.
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		$$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/environment.pth
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[clients]'
+	touch $@
+
 lock:  ## resolve the version ranges of pyproject.toml into requirements.lock
 	$(PYTHON) -m venv $(VENV)-lock
 	@# For Debian 12 with Python 3.11.2: later versions of soupsieve need 3.11.5, and redis needs async-timeout.
@@ -61,4 +73,4 @@ lock:  ## resolve the version ranges of pyproject.toml into requirements.lock
 	rm -rf $(VENV)-lock
 
 clean:  ## remove the environment and tool caches; keep data, models and reports
-	rm -rf $(VENV) $(VENV)-lock build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock $(CLIENTS) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -30,6 +30,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 _MERGE = "merge it with `eckart export --dense`, and serve that"
 _QKV = {"q": 0, "k": 1, "v": 2}
+_IN_FILES = {name: f"{name}.weight" for name in ("right", "left", "others", "residual")} | {"left_bias": "left.bias"}
+"""Our name of a tensor → its name in a weights file of format 2, below the name of the layer; others have one name."""
 
 
 def register() -> None:
@@ -46,16 +48,19 @@ class Part:
     """Number of rows of the sparse residual."""
     pivoted: bool = False
     """Whether the part is in pivoted storage (eckart/factorization/pivoted_storage.py)."""
+    biased: bool = True
+    """Whether the bias belongs to `left` in the weights file, if there is one; if not, vLLM loads it."""
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of this part in the weights file: name → shape."""
+        """Return the tensors of this part in the weights file: our name → shape. A bias may be missing there."""
         if self.rank is None:
             return {"weight": (out_features, in_features)}
         right = {"right": (self.rank, in_features)}
         if self.pivoted:
             return {**right, "others": (out_features - self.rank, self.rank), "places": (out_features,)}
         residual = {"residual": (self.rows, in_features), "rows": (self.rows,)} if self.rows else {}
-        return {**right, "left": (out_features, self.rank), **residual}
+        bias = {"left_bias": (out_features,)} if self.biased else {}
+        return {**right, "left": (out_features, self.rank), **bias, **residual}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Share:
 
         Tensors that only say together which outputs they belong to stay whole; `finish` cuts them.
         """
-        if name in ("left", "weight"):
+        if name in ("left", "left_bias", "weight"):
             values = values[self.outputs]
         return values[:, self.inputs] if name in ("right", "residual", "weight") else values
 
@@ -78,7 +83,8 @@ class Share:
         """Convert pivots to a left factor, and leave out other devices' outputs; all `tensors` have been through `cut`.
 
         Returns:
-            weight or right and left; with a residual, also residual and the positions `rows` in the device's outputs.
+            weight or right and left; also left_bias; with a residual, also residual and the positions `rows` in the
+            device's outputs.
         """
         if "others" in tensors:
             others, places = tensors["others"], tensors["places"]
@@ -95,8 +101,12 @@ class Share:
 class LowRankMethod(LinearMethodBase):
     """Computes y = (x rightᵀ) leftᵀ for each part of a fused layer: x `(…, in)` → all their outputs `(…, out)`."""
 
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[Part], in_files: Mapping[str, str] = _IN_FILES) -> None:
+        """
+        Args:
+            in_files: our name of a tensor → its name in the weights file, where it is another.
+        """
+        self.parts, self.in_files = parts, in_files
 
     def create_weights(
         self,
@@ -131,21 +141,26 @@ class LowRankMethod(LinearMethodBase):
         for name in dict.fromkeys(name for shapes in full for name in shapes):
             sizes = [_numel(shapes.get(name)) for shapes in layer.eckart_shapes]
             dtype = {"places": torch.int32, "rows": torch.int64}.get(name, params_dtype)
-            parameter = nn.Parameter(torch.empty(sum(sizes), dtype=dtype), requires_grad=False)
+            parameter = nn.Parameter(torch.zeros(sum(sizes), dtype=dtype), requires_grad=False)
             loader = _Loader(name, sizes, [shapes.get(name) for shapes in full], layer.eckart_shares)
             parameter.weight_loader = loader  # type: ignore[attr-defined]
-            layer.register_parameter(name, parameter)
+            _put(layer, self.in_files.get(name, name), parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Split all tensors by part, convert pivots to factors, and join the right factors into one matrix."""
         names = dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes)
-        stored = {name: list(_split(layer, name)) for name in names}
-        for name in stored:
+        stored = {name: list(_split(layer, name, self.in_files.get(name, name))) for name in names}
+        for name in {self.in_files.get(name, name).partition(".")[0] for name in stored}:
             delattr(layer, name)
-        rights = []
+        rights, start = [], 0
         for number, share in enumerate(layer.eckart_shares):
             loaded = {name: values[number] for name, values in stored.items()}
             tensors = share.finish({name: values for name, values in loaded.items() if values is not None})
+            end = start + share.outputs.stop - share.outputs.start
+            bias = tensors.pop("left_bias", None)
+            if bias is not None and getattr(layer, "bias", None) is not None:
+                layer.bias.data[start:end] = bias
+            start = end
             rights += [tensors.pop("right")] if "right" in tensors else []
             for name, values in tensors.items():
                 _register(layer, f"{name}_{number}", values)
@@ -219,13 +234,21 @@ class NarrowedLowRankMethod(_Narrowed, LowRankMethod):
     """Computes a layer of a narrowed MLP that has factors, or some parts of it have."""
 
 
-def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
-    """Yield each part's tensor in the flat parameter `name`; None for a part without this tensor."""
+def _split(layer: nn.Module, name: str, in_file: str) -> Iterator[Tensor | None]:
+    """Yield each part's tensor `name` in the flat parameter `in_file`; None for a part without this tensor."""
     start = 0
     for shapes in layer.eckart_shapes:
         end = start + _numel(shapes.get(name))
-        yield getattr(layer, name).data[start:end].view(shapes[name]) if name in shapes else None
+        yield layer.get_parameter(in_file).data[start:end].view(shapes[name]) if name in shapes else None
         start = end
+
+
+def _put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give `layer` a parameter, where a dot in its name means that a module inside has it."""
+    inside, _, last = name.rpartition(".")
+    if inside and not hasattr(layer, inside):
+        layer.add_module(inside, nn.Module())
+    layer.get_submodule(inside).register_parameter(last, parameter)
 
 
 def _register(layer: nn.Module, name: str, values: Tensor) -> None:
@@ -254,6 +277,8 @@ class _Loader:
         if shape is None or loaded.numel() != _numel(shape):
             raise ValueError(f"{self.name} has {loaded.numel()} numbers, and config.json says {_numel(shape)}")
         start, size = sum(self.sizes[:number]), self.sizes[number]
+        if not loaded.is_contiguous():  # vLLM transposes each weight of a GPT-2, whose dense layers store transposes
+            loaded = loaded.t()
         share = self.shares[number].cut(self.name, loaded.reshape(shape))
         parameter.data[start : start + size].copy_(share.reshape(-1))
 
@@ -277,10 +302,15 @@ class EckartConfig(QuantizationConfig):
         rows: Mapping[str, int],
         pivoted: list[str],
         narrowed: Mapping[str, list[int]],
+        format: int,
     ) -> None:
         super().__init__()
         self.narrowed = dict(narrowed)
-        self.parts = {name: Part(rank, rows.get(name, 0), name in pivoted) for name, rank in ranks.items()}
+        # In format 1, factors were parameters of their layer.
+        self.in_files = _IN_FILES if format > 1 else {}
+        self.parts = {
+            name: Part(rank, rows.get(name, 0), name in pivoted, biased=format > 1) for name, rank in ranks.items()
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> EckartConfig:
@@ -288,7 +318,10 @@ class EckartConfig(QuantizationConfig):
             raise ValueError(f"vLLM does not run factorized products of queries and keys: {_MERGE}")
         if config.get("experts"):
             raise ValueError(f"vLLM does not run factorized experts: {_MERGE}")
-        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [], config.get("narrowed") or {})
+        if config.get("quantization"):
+            raise ValueError("vLLM does not run factors that another method has quantized: save the model without it")
+        stored: list[Any] = [config.get("rows") or {}, config.get("pivoted") or [], config.get("narrowed") or {}]
+        return cls(config["ranks"], *stored, config.get("format", 1))
 
     @classmethod
     def get_name(cls) -> str:
@@ -330,5 +363,6 @@ class EckartConfig(QuantizationConfig):
         low_rank = any(name in self.parts for name in names)
         if all(name in self.narrowed for name in names):
             shapes = [self.narrowed[name] for name in names]
-            return NarrowedLowRankMethod(prefix, shapes, parts) if low_rank else NarrowedMethod(prefix, shapes)
-        return LowRankMethod(parts) if low_rank else UnquantizedLinearMethod()
+            narrowed = NarrowedMethod(prefix, shapes)
+            return NarrowedLowRankMethod(prefix, shapes, parts, self.in_files) if low_rank else narrowed
+        return LowRankMethod(parts, self.in_files) if low_rank else UnquantizedLinearMethod()

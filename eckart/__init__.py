@@ -2,12 +2,14 @@
 
 `compress` compresses a model in memory (eckart/api.py), and `write_text` (eckart/text/self_written.py) gives it text to
 calibrate a language model with. Importing this package also teaches transformers to load compressed models
-(eckart/model/hf_format.py), LSTM language models (eckart/model/lstm.py) and Mamba classifiers (eckart/model/mamba.py).
+(eckart/model/hf_format.py), LSTM language models (eckart/model/lstm.py) and Mamba classifiers (eckart/model/mamba.py),
+and peft to adapt factorized layers by their names (eckart/model/adapter_targets.py).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eckart.model import adapter_targets as _adapter_targets  # noqa: F401
 from eckart.model import hf_format as _hf_format  # noqa: F401
 from eckart.model import lstm as _lstm  # noqa: F401
 from eckart.model import mamba as _mamba  # noqa: F401

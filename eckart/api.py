@@ -53,6 +53,7 @@ from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm, mamba
 from eckart.model.census import Census
 from eckart.model.experts import unfused
+from eckart.model.incoming import MERGE_FIRST, check_base
 from eckart.model.macs import macs
 from eckart.model.mlps import narrowed
 from eckart.model.module_context import eval_mode
@@ -554,12 +555,16 @@ def _compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model is a {type(model).__name__}: give a transformers model, as from_pretrained loads it"
-            + (", with adapters merged by merge_and_unload()" if hasattr(model, "merge_and_unload") else "")
+            f"model is a {type(model).__name__}"
+            + (
+                f", with adapters: {MERGE_FIRST}"
+                if hasattr(model, "merge_and_unload")
+                else ": give a transformers model, as from_pretrained loads it"
+            )
         )
     if not getattr(model.config, "return_dict", True):
         raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
-    hf_format.check_base(model)
+    check_base(model)
 
 
 def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, score: Score | None) -> Sequence[float]:

@@ -125,7 +125,7 @@ def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str
                 values.numel()
                 for layer in target.layers
                 for part, values in model.get_submodule(layer.name).named_parameters()
-                if part != "bias"
+                if not part.endswith("bias")
             ),
             loss_alone=alone.get(target.name),
         )

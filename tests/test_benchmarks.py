@@ -46,7 +46,7 @@ def test_each_factor_is_rounded_to_its_own_step_and_nothing_else_is() -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     round_weights(model, ["first"], bits=3)
     for name, parameter in model.named_parameters():
-        if name in ("first.left", "first.right"):
+        if name in ("first.left.weight", "first.right.weight"):
             steps = 3 * parameter / before[name].abs().max()  # integers from -3 to 3
             torch.testing.assert_close(steps, (3 * before[name] / before[name].abs().max()).round())
         else:

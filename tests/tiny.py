@@ -178,8 +178,8 @@ def factorize_layer(model: PreTrainedModel, name: str, rank: int, rows: slice | 
     weight = weight_of(model.get_submodule(name)).clone()
     left, right = decompose(weight, ErrorNorm()).truncate(rank)
     layer = factorize_target(model, name, left, right, rest(weight, left, right) if rows else None)
-    if rows and layer.rows is not None and layer.residual is not None:
-        layer.rows, layer.residual = layer.rows[rows], nn.Parameter(layer.residual.detach()[rows])
+    if rows:
+        layer.keep_rows(rows)
     return layer
 
 

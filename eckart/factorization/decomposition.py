@@ -115,7 +115,7 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
     for target, mix in zip(product.layers, (left.mT, right), strict=True):
         module = present(model, target.name)
         layer = head_rows_like(module, product.heads, mix.shape[1])
-        layer.factor.copy_(_mixed(mix, weight_of(module)))
+        layer.factor.weight.copy_(_mixed(mix, weight_of(module)))
         if layer.bias is not None:
             layer.bias.copy_(_mixed(mix, module.get_parameter("bias").unsqueeze(1)).squeeze(1))
         replace(model, target.name, layer)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.factorization.weightings import exact_dtype
-from eckart.model.layers import low_rank_layers, pivoted_like, replace, tied_heads
+from eckart.model.layers import low_rank_layers, matrix_of, pivoted_like, replace, tied_heads
 
 _LARGEST = 1.05  # largest coefficient of a direction; the closer to 1, the more pivots have to be exchanged
 
@@ -41,14 +41,14 @@ def pivot(model: PreTrainedModel) -> None:
             continue
         if layer.residual is not None:
             raise ValueError(f"{name} has sparse rows, which pivoted storage does not hold: use storage: factors")
-        left, right = (part.detach() for part in (layer.left, layer.right))
+        left, right = (factor.detach() for factor in layer.factors)
         if not (left.isfinite().all() and right.isfinite().all()):
             raise ValueError(f"the factors of {name} are not finite")
         rows, others, places = pivots(left, right)
         stored = pivoted_like(layer, layer.rank).train(layer.training)
         with torch.no_grad():
-            stored.right.copy_(rows)
-            stored.others.copy_(others)
+            matrix_of(stored.right).copy_(rows)
+            stored.others.weight.copy_(others)
             stored.places.copy_(places)
             if stored.bias is not None and layer.bias is not None:
                 stored.bias.copy_(layer.bias)

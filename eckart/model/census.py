@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from eckart.model.layers import LowRankLayer
+from eckart.model.layers import LowRankLayer, parts_of_layers
 from eckart.model.probing import is_linear
 
 
@@ -76,11 +76,11 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
     linear: Counter[str] = Counter()
     weights = {id(model.get_submodule(name).get_parameter("weight")) for name in targets}
     seen: set[int] = set()
-    for name, owner, parameter in _parameters(model):
+    for name, place, owner, parameter in _parameters(model):
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        reason = excluded.get(name) or excluded.get(name.rpartition(".")[0])
+        reason = excluded.get(name) or excluded.get(place)
         if id(parameter) in weights:
             counts["targets"] += parameter.numel()
         elif _is_embedding(owner):
@@ -98,10 +98,9 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 def other_matrices(model: nn.Module) -> dict[str, str]:
     """Return the matrices outside of dense linear layers and embeddings: name of each → why it is no target."""
     matrices: dict[str, str] = {}
-    for name, owner, parameter in _parameters(model):
-        layer = name.rpartition(".")[0]
+    for name, place, owner, parameter in _parameters(model):
         if isinstance(owner, LowRankLayer):
-            matrices[layer] = "is factorized already"
+            matrices[place] = "is factorized already"
         elif is_linear(owner) or _is_embedding(owner):
             continue
         elif _are_experts(name, owner, parameter):
@@ -111,17 +110,20 @@ def other_matrices(model: nn.Module) -> dict[str, str]:
     return matrices
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the name of each parameter, the module that owns it, and the parameter.
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]]:
+    """Yield each parameter's name, the name of the module that owns it, that module, and the parameter.
 
+    The factors of a low-rank layer belong to that layer.
     Embeddings come first, so that a weight that an embedding shares with a head counts as the embedding's.
     """
+    layers = parts_of_layers(model)
     parameters = [
-        (f"{prefix}.{name}" if prefix else name, module, parameter)
+        (f"{prefix}.{name}" if prefix else name, layers.get(prefix, prefix), parameter)
         for prefix, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
     ]
-    return iter(sorted(parameters, key=lambda entry: not _is_embedding(entry[1])))
+    owned = [(name, place, model.get_submodule(place), parameter) for name, place, parameter in parameters]
+    return iter(sorted(owned, key=lambda entry: not _is_embedding(entry[2])))
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -17,10 +17,12 @@ compressed model always writes the name, also when the Trainer or `push_to_hub` 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_renamings,
+)
+from transformers.quantizers import (
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
+from eckart.model.incoming import forget_gguf
 from eckart.model.layers import (
+    LowRankEmbedding,
+    LowRankLayer,
     factorized,
     head_counts,
     head_rows_like,
@@ -49,8 +68,12 @@ from eckart.model.layers import (
 )
 from eckart.model.module_context import eval_mode
 
-NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
+NEEDED = "factorized: install or update the Python package eckart, and `import eckart` before you load this model"
 """Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""
+_NEEDED_1 = "factorized: install the Python package eckart, and `import eckart` before you load this model"
+"""The same of format 1. A version that knows no other name fails on format 2, whose weights it would not find."""
+FORMAT = 2
+"""Format of the folders that are saved: in the first one, factors were parameters of their layer."""
 
 
 @register_quantization_config("eckart")
@@ -65,9 +88,14 @@ class EckartConfig(QuantizationConfigMixin):
         tied: name of a head → name of the embedding with the factors that the head uses.
         narrowed: name of a layer of a narrowed MLP → its shape `[out, in]`; if it also has a rank, it is factorized.
         experts: names of the modules of experts that are taken apart (eckart/model/experts.py).
+        format: FORMAT, or 1 in folders from before factors were linear layers: `left` for `left.weight` and so on.
+        quantization: config of another method that has quantized the linear layers, factors among them.
     """
 
     experts: Sequence[str] = ()  # of the class, so that config.json of a model without experts does not have it
+    quantization: QuantizationConfigMixin | None = None
+    quantizes = False
+    """Whether that method quantizes the model now, as it is loaded; if not, the folder is quantized."""
 
     def __init__(
         self,
@@ -78,8 +106,16 @@ class EckartConfig(QuantizationConfigMixin):
         tied: dict[str, str] | None = None,
         narrowed: dict[str, list[int]] | None = None,
         experts: list[str] | None = None,
+        format: int = 1,
+        quantization: dict[str, Any] | QuantizationConfigMixin | None = None,
         **_: Any,
     ) -> None:
+        """
+        Raises:
+            ValueError: a later version of this package has saved the model.
+        """
+        if format > FORMAT:
+            raise ValueError(f"the model is saved in format {format} of eckart: upgrade the Python package eckart")
         self.quant_method = "eckart"  # type: ignore[assignment]
         self.ranks = ranks or {}
         self.rows = rows or {}
@@ -89,6 +125,16 @@ class EckartConfig(QuantizationConfigMixin):
         self.narrowed = narrowed or {}
         if experts:
             self.experts = experts
+        self.format = format
+        if quantization is not None:
+            read: Any = AutoQuantizationConfig.from_dict
+            self.quantization = read(quantization) if isinstance(quantization, dict) else quantization
+
+    def to_dict(self) -> dict[str, Any]:
+        content = {name: value for name, value in vars(self).items() if name != "quantizes"}
+        if self.quantization is not None:
+            content["quantization"] = self.quantization.to_dict()
+        return copy.deepcopy(content)
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
@@ -100,14 +146,38 @@ class EckartConfig(QuantizationConfigMixin):
         return low_rank_like(module, rank, self.rows.get(name, 0))
 
 
+class _NoOther(HfQuantizer):
+    """Stands for the other method's quantizer if there is none."""
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
-    """Puts low-rank layers in place of the layers that the config names, before the weights are loaded."""
+    """Puts low-rank layers in place of the layers that the config names, before the weights are loaded.
+
+    If another method quantizes the model, too, its quantizer then sees a model whose factors are linear layers, and
+    decides all else.
+    """
 
     quantization_config: EckartConfig
     requires_calibration = True  # only weights saved in this format can be loaded; loading does not compress dense ones
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+    def __init__(self, quantization_config: EckartConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        config = quantization_config.quantization
+        self.other: HfQuantizer = _NoOther(quantization_config)
+        if config is not None:
+            self.other = AutoHfQuantizer.from_config(config, pre_quantized=not quantization_config.quantizes)
+        self.pre_quantized = self.other.pre_quantized
+        self._old_names: list[WeightTransform] = []
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.experts:
             if (place := _name_here(model, name, names)) is not None:
@@ -122,9 +192,21 @@ class EckartQuantizer(HfQuantizer):
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
+        _tie_new_heads(model)
+        if self.quantization_config.format < FORMAT:
+            self._old_names = [*_old_names(model, self.quantization_config.ranks, names)]
+        if self.quantization_config.quantization is not None:
+            model.quantization_method = self.other.quantization_config.quant_method  # type: ignore[assignment]
+        self.other._process_model_before_weight_loading(model, **options)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+        used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
+        model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
+        self.quantization_config.format, self.quantization_config.quantizes = FORMAT, False
         _guard(model)
+        # else transformers would refuse half(), float() and training without adapters, which factors allow
+        model.is_quantized = self.quantization_config.quantization is not None  # type: ignore[assignment]
+        self.other._process_model_after_weight_loading(model, **options)
         return model
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -133,39 +215,135 @@ class EckartQuantizer(HfQuantizer):
         This hook is used because it is the only one that gets the config before transformers looks for the weights.
         """
         forget_needed(config)
-        return config
+        return self.other.update_attn_implementation(config)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Add the new names of the factors to those that transformers gives to what a folder holds."""
+        return self.other.update_weight_conversions([*weight_conversions, *self._old_names], model)
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Undo what the other method has done; the factors stay."""
+        model = self.other.dequantize(model, dtype)
+        describe(model)
+        return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        return True
+        return bool(self.other.is_serializable())
 
     @property
     def is_trainable(self) -> bool:
-        return True
+        return bool(self.other.is_trainable)
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        """The factors are ordinary parameters: the Trainer may train them without adapters."""
-        return True
+    def __getattribute__(self, name: str) -> Any:
+        """Return what the other method's quantizer has for `name`, if this class does not say otherwise."""
+        if name in _OF_OTHER:
+            return getattr(object.__getattribute__(self, "other"), name)
+        return super().__getattribute__(name)
+
+
+_merged_by_transformers: Any = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge_configs(
+    _: type[AutoHfQuantizer],
+    stored: dict[str, Any] | QuantizationConfigMixin,
+    given: dict[str, Any] | QuantizationConfigMixin | None,
+) -> QuantizationConfigMixin:
+    """Combine the config of a folder with the argument `quantization_config` of `from_pretrained`.
+
+    transformers would refuse a second method: to it, a model has one. Here the method that the argument names quantizes
+    the factors and the dense linear layers of a compressed model.
+    """
+    read: Any = AutoQuantizationConfig.from_dict
+    config = read(stored) if isinstance(stored, dict) else copy.copy(stored)
+    if not isinstance(config, EckartConfig) or given is None or isinstance(given, EckartConfig):
+        merged: QuantizationConfigMixin = _merged_by_transformers(stored, given)
+        return merged
+    config.quantizes = config.quantization is None
+    if config.quantization is not None:
+        given = _merged_by_transformers(config.quantization, given)
+    config.quantization = read(given) if isinstance(given, dict) else given
+    return config
+
+
+AutoHfQuantizer.merge_quantization_configs = classmethod(_merge_configs)  # type: ignore[assignment]
+
+_OF_OTHER = {name for name in vars(HfQuantizer) if not name.startswith("_") and name not in vars(EckartQuantizer)} - {
+    "preprocess_model",
+    "postprocess_model",
+    "remove_quantization_config",
+}
+"""Names that EckartQuantizer takes from the other method's quantizer."""
+
+
+def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[str]) -> Iterator[WeightTransform]:
+    """Yield what gives the tensors of a folder of format 1 their present names, and an embedding's their orientation.
+
+    Args:
+        layers: names of low-rank layers in the folder.
+        names: names of all modules of `model`.
+    """
+    for name in layers:
+        place = _name_here(model, name, names)
+        layer = None if place is None else model.get_submodule(place)
+        if not isinstance(layer, LowRankLayer):
+            continue
+        for old, new in layer.renamed().items():
+            if layer.is_transposed(old):
+                # transformers finds this pattern in the full name, which may lack the name of the base model
+                within = name.removeprefix(f"{model.base_model_prefix}.")
+                yield WeightConverter(f"{re.escape(within)}\\.{old}$", f"{within}.{new}", [Transpose()])
+            else:
+                yield WeightRenaming(f"^{re.escape(name)}\\.{old}$", f"{name}.{new}")
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Return the name in `model` of the saved model's layer `name`, or None if it belongs to a head that `model` lacks.
+    """Return the name in `model` of the saved model's layer `name`, or None if `model` has no such layer.
 
-    The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
+    The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round,
+    or if only a part is loaded, such as CLIP's text model, and transformers renames its weights.
+    With another head, or fewer layers, a layer may be missing: transformers reports its weights as unexpected.
     """
     prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in names:
-            return candidate
-    return name if model.base_model is not model else None
+    for place in (name, name.removeprefix(prefix), prefix + name):
+        if place in names:
+            return place
+    renamings = [some for some in get_model_conversion_mapping(model) if isinstance(some, WeightRenaming)]
+    renamed = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
+    return renamed if renamed in names else None
+
+
+def _tie_new_heads(model: PreTrainedModel) -> None:
+    """Let each head that is tied to a factorized embedding use its factors, as other heads use an embedding's weight.
+
+    The saved model had no such head: its config still ties weights.
+    """
+    for tied, source in list(model.all_tied_weights_keys.items()):
+        head, embedding = tied.rpartition(".")[0], source.rpartition(".")[0]
+        layer = model.get_submodule(embedding)
+        if not isinstance(layer, LowRankLayer):
+            continue
+        del model.all_tied_weights_keys[tied]
+        if isinstance(layer, LowRankEmbedding):
+            tie_head(model, head, embedding)
 
 
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
+    forget_gguf(model)
     ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
     if ranks or narrowed or experts:
+        present = getattr(model.config, "quantization_config", None)
         model.config.quantization_config = EckartConfig(
-            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model), narrowed, experts
+            ranks,
+            residual_rows(model),
+            head_counts(model),
+            pivoted(model),
+            tied_heads(model),
+            narrowed,
+            experts,
+            FORMAT,
+            getattr(present, "quantization", None),
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
@@ -198,12 +376,16 @@ class _GuardedSave:
         file = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
+            parts = _parts_of_config(self._model.config).keys() & content.keys()
+            for part in parts:  # a class that loads this part alone reads nothing else
+                content[part] |= {name: content[name] for name in _OF_FORMAT if name in content}
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         if push_to_hub:  # push_to_hub calls this method once more to save the files
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
 
 
+_OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
 
 
@@ -212,37 +394,6 @@ def _guard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
-
-
-def check_base(model: PreTrainedModel) -> None:
-    """Check that `model` could be saved after compression.
-
-    Raises:
-        ValueError: the model is quantized or has adapters; the message says what to load instead.
-    """
-    check_unquantized(model.config)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            "the model has adapters, and save_pretrained would write only these: merge them first, with "
-            "merge_and_unload() of a PeftModel"
-        )
-
-
-def check_unquantized(config: PreTrainedConfig) -> None:
-    """Check that no other method has quantized the model of `config`.
-
-    Raises:
-        ValueError: another method has; the message says what to load instead.
-    """
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    name = getattr(method, "value", method)
-    if stored is None or name == "eckart":
-        return
-    advice = "load it unquantized, compress it, and quantize the result"
-    if name == "gguf":
-        advice = "load it with quantization_config=GgufConfig(dequantize=True)"
-    raise ValueError(f"the model is quantized by {name}, and a config can name one storage method only: {advice}")
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
@@ -291,6 +442,15 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
 
 
 def forget_needed(config: PreTrainedConfig) -> None:
-    """Remove the name of the weights file from `config` if it is NEEDED."""
-    if getattr(config, "transformers_weights", None) == NEEDED:
+    """Remove the name of the weights file from `config` if it is NEEDED, and what the configs of its parts repeat."""
+    if getattr(config, "transformers_weights", None) in (NEEDED, _NEEDED_1):
         del config.transformers_weights
+        for part in _parts_of_config(config).values():
+            for name in _OF_FORMAT:
+                if hasattr(part, name):
+                    delattr(part, name)
+
+
+def _parts_of_config(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the configs of a model's parts by name, such as `text_config`."""
+    return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,25 +22,26 @@ Layer = TypeVar("Layer", bound="LowRankLayer")
 class LowRankLayer(nn.Module):
     """Base class of low-rank layers, y = x Ŵᵀ + bias: x `(…, in)` → `(…, out)`. Subclasses differ in how they store Ŵ.
 
-    The factors are parameters and not Linear modules, so that code that looks for linear layers does not find them.
+    The factors are ordinary linear layers, so that tools that quantize or adapt linear layers do so with the factors.
+    The layer itself is no nn.Linear: such a tool would take Ŵ for a parameter.
+
+    Args:
+        in_features, out_features: sizes of the dense weight.
+        rank: number of components; of each head, for HeadRows.
     """
 
-    right: nn.Parameter
-    """Right factor `(rank, in)`; HeadRows has `factor` instead."""
-    bias: nn.Parameter | None
+    bias: Tensor | None
+    """Bias `(out,)`; HeadRows has a shorter one."""
     transposed = False
     """Whether the dense module was a Conv1D; `merge` then restores a Conv1D."""
     narrowed = False
     """Whether the layer belongs to a narrowed MLP, so that its shape is not that of the model's config."""
+    reads_ids = False
+    """Whether the layer stands for an embedding; the dense module's weight is then `(in, out)`."""
 
-    @staticmethod
-    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
-        return linear(x, matrix, bias)
-
-    @property
-    def rank(self) -> int:
-        return self.right.shape[0]
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
 
     @property
     def dense_bias(self) -> Tensor | None:
@@ -45,19 +49,14 @@ class LowRankLayer(nn.Module):
         return self.bias
 
     @property
-    def out_features(self) -> int:
-        """Number of outputs, as in nn.Linear; some models read it to initialize weights."""
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """Number of inputs, as in nn.Linear."""
-        return self.shape[1]
+    def shape(self) -> tuple[int, int]:
+        """Shape `(out, in)` of the dense weight."""
+        return self.out_features, self.in_features
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """Shape `(out, in)` of the dense weight."""
+    def first_weight(self) -> Tensor:
+        """Weight of the module that reads the layer's inputs; its dtype and device are those of the layer."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -65,100 +64,254 @@ class LowRankLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Uninitialized memory in the dense weight's shape, for models (T5) that read its dtype and device.
+        """Ŵ as the dense module had it, for code that reads the weights of linear layers; it cannot be changed.
 
-        Such models read them in each forward, and computing Ŵ would cost more than the forward itself. A layer is no
-        target if the model uses the values of its weight (eckart/model/targets.py).
+        Its dtype, device and shape cost nothing, and its values are computed when they are used: T5 reads the dtype in
+        every forward. A layer is no target if the model's own code uses the values (eckart/model/targets.py).
         """
-        return self.right.new_empty(self.shape[::-1] if self.transposed else self.shape)
+        like = self.first_weight
+        if not isinstance(like, Tensor):  # torch.ao's quantized layers have a method of this name
+            return like
+        return self.merged_weight() if torch.compiler.is_compiling() else _MergedWeight(self, like)
+
+    def merged_weight(self) -> Tensor:
+        """Compute Ŵ in the orientation in which the dense module stores it."""
+        return self.dense().T if self.transposed or self.reads_ids else self.dense()
+
+    @classmethod
+    @abstractmethod
+    def renamed(cls) -> dict[str, str]:
+        """Return the names that tensors had when factors were parameters of the layer: old name → present name."""
+
+    @classmethod
+    def is_transposed(cls, old: str) -> bool:
+        """Whether the tensor that was called `old` was the transpose of the present one."""
+        return cls.reads_ids and old in ("right", "residual")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Take over tensors with their old names, as in a checkpoint from before factors were linear layers."""
+        for old, new in self.renamed().items():
+            if prefix + old in state_dict:
+                values = state_dict.pop(prefix + old)
+                state_dict[prefix + new] = values.T if self.is_transposed(old) else values
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class _MergedWeight(Tensor):
+    """Ŵ of a low-rank layer, computed from the factors whenever an operation uses its values."""
+
+    @staticmethod
+    def __new__(cls, layer: LowRankLayer, like: Tensor) -> _MergedWeight:
+        shape = layer.shape[::-1] if layer.transposed or layer.reads_ids else layer.shape
+        # Code in C++ that passes by `__torch_function__` shall find no values that look like weights.
+        unknown = like.new_full((), math.nan if like.is_floating_point() else 0)
+        weight: _MergedWeight = unknown.expand(shape).as_subclass(cls)
+        weight.layer = layer
+        weight._is_hf_initialized = True  # so that transformers draws no weights for it
+        return weight
+
+    layer: LowRankLayer
+    _is_hf_initialized: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], cls) and _CHANGING.search(name):
+            raise RuntimeError(
+                f"{name} would change the weight of a factorized layer, which is computed from its factors: change "
+                "these, or merge the layer first (eckart.merge)"
+            )
+        args, kwargs = tree_map(
+            lambda value: value.layer.merged_weight() if isinstance(value, cls) else value, (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+_CHANGING = re.compile("^__(set|setitem)__$|[^_]_$")
+"""Names of torch's methods and functions that change a tensor in place."""
+_DESCRIBING = {
+    getter
+    for name in ("dtype", "device", "shape", "ndim", "is_meta", "is_cuda", "layout", "requires_grad", "is_sparse")
+    if (getter := getattr(getattr(Tensor, name), "__get__", None))
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.get_device}
+"""Attributes and methods of a tensor that do not need its values."""
+
+
+class PlainLinear(nn.Module):
+    """A linear layer that is no nn.Linear, so that no tool replaces it.
+
+    It is the left factor of rank 1, on which torchao fails and bitsandbytes computes noise, and of an embedding, since
+    a tied head needs its weight itself.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class LowRankLinear(LowRankLayer):
-    """Linear layer stored as two factors, y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
+    """Linear layer stored as two, `right` and then `left`: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    With a residual, y[rows] += x residualᵀ: some outputs also use a row of a full-rank matrix (LoSparse, eq. 5).
+    Their weights are the factors, right `(rank, in)` and left `(out, rank)`; `left` has the bias. With a residual,
+    y[rows] += residual(x): some outputs also use a row of a full-rank matrix (LoSparse, eq. 5).
     """
 
     rows: Tensor | None
+    left: nn.Linear | PlainLinear
+    right: nn.Linear | PlainLinear | nn.Embedding
+    residual: nn.Linear | PlainLinear | nn.Embedding | None
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool, rows: int = 0) -> None:
-        super().__init__()
-        self.left = nn.Parameter(torch.empty(out_features, rank))
-        self.right = nn.Parameter(torch.empty(rank, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.residual = nn.Parameter(torch.empty(rows, in_features)) if rows else None
+        super().__init__(in_features, out_features, rank)
+        self.right = self._reader(in_features, rank)
+        self.left = self._writer(rank, out_features, bias)
+        self.residual = self._reader(in_features, rows) if rows else None
         self.register_buffer("rows", torch.arange(rows) if rows else None)
         self.gate: Tensor | None = None
         """Factors `(rank,)` that scale the components while a rank search trains; never saved."""
 
+    @staticmethod
+    def _reader(in_features: int, out_features: int) -> nn.Linear | PlainLinear | nn.Embedding:
+        return (uninitialized_linear if out_features else PlainLinear)(in_features, out_features)
+
+    @staticmethod
+    def _writer(in_features: int, out_features: int, bias: bool) -> nn.Linear | PlainLinear:
+        return (uninitialized_linear if in_features > 1 else PlainLinear)(in_features, out_features, bias)
+
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.left), self.right.shape[1]
+    def first_weight(self) -> Tensor:
+        return self.right.weight
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.left.bias
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The factors `(out, rank)` and `(rank, in)`; writing to them changes the layer."""
+        return self.left.weight, matrix_of(self.right)
 
     def dense(self) -> Tensor:
-        weight = (self.left if self.gate is None else self.left * self.gate) @ self.right
-        return weight if self.residual is None or self.rows is None else weight.index_add(0, self.rows, self.residual)
+        left, right = self.factors
+        weight = (left if self.gate is None else left * self.gate) @ right
+        if self.residual is None or self.rows is None:
+            return weight
+        return weight.index_add(0, self.rows, matrix_of(self.residual))
+
+    def keep_rows(self, kept: Tensor | slice) -> None:
+        """Remove all rows of the residual but `kept`: a mask `(rows,)`, positions among the rows, or a slice."""
+        if self.residual is None or self.rows is None:
+            return
+        values, rows = matrix_of(self.residual).detach()[kept], self.rows[kept]
+        self.residual = self._reader(self.in_features, len(rows)).to(values) if len(rows) else None
+        self.rows = rows if len(rows) else None
+        if self.residual is not None:
+            with torch.no_grad():
+                matrix_of(self.residual).copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        components = self.project(x, self.right)
+        components = self.right(x)
         if self.gate is not None:
             components = components * self.gate
-        y = linear(components, self.left, self.bias)
+        y: Tensor = self.left(components)
         if self.residual is None or self.rows is None:
             return y
-        return y.index_add(-1, self.rows, self.project(x, self.residual))
+        return y.index_add(-1, self.rows, self.residual(x))
+
+    def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the outputs for `x` with `weight` `(out, in)` in place of Ŵ."""
+        return linear(x, weight, self.bias)
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        return {"right": "right.weight", "left": "left.weight", "bias": "left.bias", "residual": "residual.weight"}
 
 
 class PivotedLinear(LowRankLayer):
     """Linear layer in pivoted storage, as `rank` rows of Ŵ (the pivots): x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    `right` holds the pivots. `others` `(out − rank, rank)` holds coefficients: others @ right are the other rows of Ŵ
-    (eckart/factorization/pivoted_storage.py).
+    The weight of `right` `(rank, in)` holds the pivots, that of `others` `(out − rank, rank)` coefficients: others @
+    right are the other rows of Ŵ (eckart/factorization/pivoted_storage.py).
     """
 
     places: Tensor
     """For each row of Ŵ, its position in the list that holds first all pivots and then all other rows, `(out,)`."""
+    others: nn.Linear | PlainLinear
+    right: nn.Linear | PlainLinear | nn.Embedding
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
-        super().__init__()
-        self.others = nn.Parameter(torch.empty(out_features - rank, rank))
-        self.right = nn.Parameter(torch.empty(rank, in_features))
+        super().__init__(in_features, out_features, rank)
+        self.right = self._reader(in_features, rank)
+        self.others = self._writer(rank, out_features - rank, False)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_buffer("places", torch.arange(out_features, dtype=torch.int32))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.places), self.right.shape[1]
+    _reader = staticmethod(LowRankLinear._reader)
+    _writer = staticmethod(LowRankLinear._writer)
 
-    def left(self) -> Tensor:
+    @property
+    def first_weight(self) -> Tensor:
+        return self.right.weight
+
+    def left_factor(self) -> Tensor:
         """Return the left factor `(out, rank)`; its rows at the pivots form an identity matrix."""
-        identity = torch.eye(self.rank, dtype=self.others.dtype, device=self.others.device)
-        return torch.cat([identity, self.others]).index_select(0, self.places)
+        others = self.others.weight
+        identity = torch.eye(self.rank, dtype=others.dtype, device=others.device)
+        return torch.cat([identity, others]).index_select(0, self.places)
 
     def dense(self) -> Tensor:
-        return torch.cat([self.right, self.others @ self.right]).index_select(0, self.places)
+        right = matrix_of(self.right)
+        return torch.cat([right, self.others.weight @ right]).index_select(0, self.places)
 
     def forward(self, x: Tensor) -> Tensor:
-        pivots = self.project(x, self.right)
-        # With more tokens than the rank, reordering the rows of `left` moves fewer numbers than reordering the outputs.
-        # Compiled code must suit any number of tokens, so it always takes this way.
-        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:
-            return linear(pivots, self.left(), self.bias)
-        y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
+        pivots = self.right(x)
+        # With more tokens than the rank, reordering the rows of the left factor moves fewer numbers than reordering the
+        # outputs. Compiled code must suit any number of tokens, so it always takes this way.
+        if self._is_plain and (torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank):
+            return linear(pivots, self.left_factor(), self.bias)
+        y = torch.cat([pivots, self.others(pivots)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether `others` is as it was made: no tool has quantized it, given it an adapter, or moved it elsewhere."""
+        if type(self.others) not in (nn.Linear, PlainLinear):
+            return False
+        return type(self.others.weight) is nn.Parameter and not self.others.weight.is_meta
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        return {"right": "right.weight", "others": "others.weight"}
 
 
 class _Embedding(LowRankLayer):
     """Mixin that makes a low-rank layer read token ids `(…,)` in place of one-hot rows x; `in` is the vocabulary size.
 
-    W `(out, in)` is the transpose of the weight that nn.Embedding stores. Padding tokens get no special vector.
+    W `(out, in)` is the transpose of the weight that nn.Embedding stores. Padding tokens get no special vector. `right`
+    is an embedding, which stores its factor as `(in, rank)`, too.
     """
 
+    reads_ids = True
+
     @staticmethod
-    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the columns of a matrix `(n, in)` for the ids x `(…,)`, plus bias: `(…, n)`."""
-        columns = embedding(x, matrix.T)
-        return columns if bias is None else columns + bias
+    def _reader(in_features: int, out_features: int) -> nn.Embedding:
+        return nn.Embedding(in_features, out_features, _weight=torch.empty(in_features, out_features))
+
+    _writer = staticmethod(PlainLinear)
+
+    def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
+        columns = embedding(x, weight.T)
+        return columns if self.bias is None else columns + self.bias
 
 
 class LowRankEmbedding(_Embedding, LowRankLinear):
@@ -180,7 +333,7 @@ class TiedHead(nn.Module):
     def __init__(self, embedding: LowRankEmbedding, bias: bool) -> None:
         super().__init__()
         self._embedding = (embedding,)  # the tuple hides it from parameters() and state_dict()
-        self.bias = nn.Parameter(embedding.right.new_empty(embedding.right.shape[1])) if bias else None
+        self.bias = nn.Parameter(embedding.right.weight.new_empty(embedding.in_features)) if bias else None
 
     @property
     def embedding(self) -> LowRankEmbedding:
@@ -188,56 +341,74 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Uninitialized memory in the dense weight's shape, as in LowRankLayer."""
-        out_features, in_features = self.embedding.shape
-        return self.embedding.right.new_empty(in_features, out_features)
+        """Ŵ as nn.Linear has it, `(in, out)`, as in LowRankLayer."""
+        return self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right, gate = self.embedding.left, self.embedding.right, self.embedding.gate
+        left, gate = self.embedding.left.weight, self.embedding.gate
         components = linear(x, left.T)
-        return linear(components if gate is None else components * gate, right.T, self.bias)
+        return linear(components if gate is None else components * gate, self.embedding.right.weight, self.bias)
 
 
 class HeadRows(LowRankLayer):
     """A linear layer that computes `rank` outputs of each attention head; the head's other outputs are zero.
 
     x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`. It replaces the query and the key layer. Their outputs
-    only meet in inner products (eckart/model/attention_products.py), and zeros add nothing to an inner product.
+    only meet in inner products (eckart/model/attention_products.py), and zeros add nothing to an inner product. Its
+    rows and its bias are the linear layer `factor`.
     """
 
+    factor: nn.Linear
+
     def __init__(self, in_features: int, out_features: int, heads: int, rank: int, bias: bool) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features, rank)
         self.heads = heads
         self.width = out_features // heads
-        self.factor = nn.Parameter(torch.empty(heads * rank, in_features))
-        self.bias = nn.Parameter(torch.empty(heads * rank)) if bias else None
+        self.factor = uninitialized_linear(in_features, heads * rank, bias)
 
     @property
-    def rank(self) -> int:
-        return len(self.factor) // self.heads
+    def first_weight(self) -> Tensor:
+        return self.factor.weight
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.heads * self.width, self.factor.shape[1]
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        """Bias of `factor` `(heads · rank,)`."""
+        return self.factor.bias
 
     @property
     def dense_bias(self) -> Tensor | None:
         return None if self.bias is None else self._spread(self.bias[:, None])[:, 0]
 
     def dense(self) -> Tensor:
-        return self._spread(self.factor)
+        return self._spread(self.factor.weight)
 
     def _spread(self, rows: Tensor) -> Tensor:
         """Insert rows of zeros after the rows of each head: `(heads · rank, n)` → `(heads · width, n)`."""
         return pad(rows.unflatten(0, (self.heads, self.rank)), (0, 0, 0, self.width - self.rank)).flatten(0, 1)
 
-    @property
-    def weight(self) -> Tensor:
-        return self.factor.new_empty(self.shape)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.factor, self.bias).unflatten(-1, (self.heads, self.rank))
+        y = self.factor(x).unflatten(-1, (self.heads, self.rank))
         return pad(y, (0, self.width - self.rank)).flatten(-2)
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        return {"factor": "factor.weight", "bias": "factor.bias"}
+
+
+def uninitialized_linear(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
+    """Return a linear layer without values; nn.Linear itself would draw them."""
+    with torch.device("meta"):  # draws none, and of size 1: for a matrix without entries, torch would warn
+        layer = nn.Linear(1, 1, bias)
+    layer.in_features, layer.out_features = in_features, out_features
+    layer.weight = nn.Parameter(torch.empty(out_features, in_features))
+    if bias:
+        layer.bias = nn.Parameter(torch.empty(out_features))
+    return layer
+
+
+def matrix_of(module: nn.Linear | PlainLinear | nn.Embedding) -> Tensor:
+    """Return the weight of a layer that reads the inputs of a low-rank layer, as `(…, in)`; it shares memory."""
+    return module.weight.T if isinstance(module, nn.Embedding) else module.weight
 
 
 class NarrowedLinear(nn.Linear):
@@ -297,9 +468,9 @@ def pivoted_like(module: nn.Module, rank: int) -> PivotedLinear:
     return _like(module, PivotedEmbedding if _reads_ids(module) else PivotedLinear, rank=rank)
 
 
-def _like(module: nn.Module, kind: type[Layer], **sizes: int) -> Layer:
+def _like(module: nn.Module, kind: Callable[..., Layer], **sizes: int) -> Layer:
     out_features, in_features = shape_of(module)
-    like = module.right if isinstance(module, LowRankLayer) else module.get_parameter("weight")
+    like = module.first_weight if isinstance(module, LowRankLayer) else module.get_parameter("weight")
     with torch.device(like.device):
         layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
     layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
@@ -363,12 +534,12 @@ def factorize_target(
     module = present(model, name)
     layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
     with torch.no_grad():
-        layer.left.copy_(left)
-        layer.right.copy_(right)
+        for stored, values in zip(layer.factors, (left, right), strict=True):
+            stored.copy_(values)
         if layer.bias is not None:
             layer.bias.copy_(module.get_parameter("bias"))
         if layer.residual is not None and residual is not None:
-            layer.residual.copy_(residual)
+            matrix_of(layer.residual).copy_(residual)
     replace(model, name, layer)
     return layer
 
@@ -486,3 +657,9 @@ def tied_heads(model: nn.Module) -> dict[str, str]:
 def residual_rows(model: nn.Module) -> dict[str, int]:
     """Return the sizes of the residuals: name of each layer with a residual → number of its rows."""
     return {name: len(layer.rows) for name, layer in low_rank_layers(model).items() if layer.rows is not None}
+
+
+def parts_of_layers(model: nn.Module) -> dict[str, str]:
+    """Return the modules inside of low-rank layers, such as factors: name of the part → name of the layer."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)]
+    return {f"{name}.{part}": name for name, layer in layers for part, _ in layer.named_modules() if part}

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
-from eckart.model.layers import shape_of
+from eckart.model.layers import parts_of_layers, shape_of
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear
 
@@ -174,10 +174,11 @@ def find_targets(
     """
     _check_batch(model, batch)
     pair = _tied_pair(model) if tied else ()
+    factors = parts_of_layers(model)
     layers = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) or ((embeddings or name in pair) and is_embedding(module))
+        if name not in factors and (is_linear(module) or ((embeddings or name in pair) and is_embedding(module)))
     }
     routed = routed_layers(model)
     read = {name: routed.get(name, name) for name in layers}  # whose inputs tell to which examples tokens belong

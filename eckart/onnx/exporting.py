@@ -226,7 +226,6 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 f"torch cannot export a {type(model).__name__}, so only torch itself can run it: {reason}"
             ) from error
     assert program
-    graph_edits.store_tables_by_rows(program.model.graph)
     graph_edits.strip(program.model)
     if _has_cache(sample):
         graph_edits.add_kept_logits(program.model)

@@ -44,33 +44,6 @@ def add_kept_logits(model: Any) -> None:
     logits.shape = ir.Shape([rows, "kept", classes])
 
 
-def store_tables_by_rows(graph: Any) -> None:
-    """Store the table of each embedding by rows, so that a lookup needs no transposed copy of it.
-
-    The exporter stores a table transposed if a product uses the same weight. Now the graph transposes it for the
-    product instead.
-    """
-    for value in list(graph.initializers.values()):
-        transposes = [node for node in value.consumers() if node.op_type == "Transpose"]
-        lookups = [use for node in transposes for use in node.outputs[0].uses()]
-        others = [(user, place) for user, place in value.uses() if user not in transposes]
-        if not lookups or any(user.op_type != "Gather" or place for user, place in lookups):
-            continue
-        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in transposes):
-            continue
-        rows = value.const_value.numpy().T.copy()
-        table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
-        graph.register_initializer(table)
-        for node in transposes:
-            node.outputs[0].replace_all_uses_with(table)
-            graph.remove(node, safe=True)
-        for user, place in others:
-            back = ir.node("Transpose", [table], {"perm": [1, 0]})
-            graph.insert_before(user, back)
-            user.replace_input_with(place, back.outputs[0])
-        del graph.initializers[value.name]
-
-
 def strip(model: Any) -> None:
     """Remove the exporter's stack traces: they contain paths of this machine and are larger than the graph.
 

@@ -206,7 +206,7 @@ class HypernetworkSearch(Rule):
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
         """Return the network's parameters, after moving the network to the model's device."""
-        self.network.to(self.layers[0].left.device)
+        self.network.to(self.layers[0].left.weight.device)
         options = {"lr": self.method.learning_rate, "weight_decay": self.method.weight_decay}
         return [{"params": list(self.network.parameters()), **options}]
 
@@ -214,7 +214,7 @@ class HypernetworkSearch(Rule):
         self.network.zero_grad()  # the Trainer clears only the gradients of the model
         self.masks = [self._mask(logits) for logits in self.network()]
         for layer, mask in zip(self.layers, self.masks, strict=True):
-            layer.gate = mask.to(layer.left)
+            layer.gate = mask.to(layer.left.weight)
 
     def _mask(self, logits: Tensor) -> Tensor:
         """Return the mask m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
@@ -276,7 +276,7 @@ class HypernetworkSearch(Rule):
 
     def finish(self) -> None:
         """Put the unchanged dense modules back, and unfreeze the parameters that were trainable before the search."""
-        device = self.layers[0].left.device
+        device = self.layers[0].left.weight.device
         for name, module in self.dense.items():
             replace(self.model, name, module.to(device).train(self.model.training))
         for parameter in self.trained:

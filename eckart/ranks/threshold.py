@@ -182,8 +182,8 @@ class ThresholdSearch(Rule):
 
         Neither has weight decay (choice).
         """
-        self.values.to(self.layers[0].left.device)
-        self.groups = self.groups.to(self.layers[0].left.device)
+        self.values.to(self.layers[0].left.weight.device)
+        self.groups = self.groups.to(self.layers[0].left.weight.device)
         return [
             {"params": list(self.values.sigma), "lr": self.method.learning_rate, "weight_decay": 0.0},
             {"params": [self.values.alpha], "lr": self.method.threshold_learning_rate, "weight_decay": 0.0},
@@ -196,7 +196,7 @@ class ThresholdSearch(Rule):
 
     def _set_gates(self) -> None:
         for layer, sigma, alpha in zip(self.layers, self.values.sigma, self._alphas(), strict=True):
-            layer.gate = soft_threshold(sigma, alpha * _not_largest(sigma), self.method.sharpness).to(layer.left)
+            layer.gate = soft_threshold(sigma, alpha * _not_largest(sigma), self.method.sharpness).to(layer.left.weight)
 
     def _alphas(self) -> Tensor:
         """Return the threshold of every target, `(targets,)`."""

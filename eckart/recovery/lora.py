@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import PreTrainedModel
 
-from eckart.model.layers import LowRankLayer
+from eckart.model.layers import parts_of_layers
 from eckart.model.probing import is_linear
 from eckart.training.rules import Rule
 
@@ -97,9 +97,9 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
     A matrix of several modules, such as a head tied to an embedding, is none of them.
     """
     users = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, LowRankLayer) or (is_linear(module) and module is not head):
+    head, parts = model.get_output_embeddings(), parts_of_layers(model)
+    for place, module in model.named_modules():
+        if place in parts or (is_linear(module) and module is not head):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 and users[parameter] == 1:
                     yield module, name

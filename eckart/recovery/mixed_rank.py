@@ -91,12 +91,12 @@ class MixedLinear(nn.Module):
         self.low = low
         self.dense = False
         """z: whether the layer uses W."""
-        self.register_buffer("weight", weight.detach().to(low.left), persistent=False)
+        self.register_buffer("weight", weight.detach().to(low.left.weight), persistent=False)
         self.train(low.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense and self.training:
-            return self.low.project(x, self.weight, self.low.bias)
+            return self.low.run_dense(x, self.weight)
         return self.low(x)
 
 

@@ -124,16 +124,16 @@ class _Rows:
     @property
     def dense(self) -> int:
         """Number of parameters of the dense weight."""
-        return self.layer.left.shape[0] * self.layer.right.shape[1]
+        return self.layer.out_features * self.layer.in_features
 
     @property
     def factors(self) -> int:
         """Number of parameters of the target without any row, at most that of the dense weight."""
-        return min(self.dense, self.layer.left.numel() + self.layer.right.numel())
+        return min(self.dense, sum(factor.numel() for factor in self.layer.factors))
 
     def price(self, count: Tensor) -> Tensor:
         """Return the number of parameters that `count` rows add to the factors, up to the size of the dense weight."""
-        return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
+        return (count * self.layer.in_features).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
         """Return the number of parameters that each row adds if all rows with higher scores are kept, `(out,)`."""
@@ -143,7 +143,7 @@ class _Rows:
     @property
     def weight(self) -> nn.Parameter:
         """The residual S `(out, in)`."""
-        return self.layer.get_parameter("residual")
+        return self.layer.get_parameter("residual.weight")
 
     @property
     def pruned(self) -> Tensor:
@@ -182,7 +182,7 @@ class RowPruning(Rule):
         self.targets: dict[str, _Rows] = {}
         for name, layer in low_rank_layers(model).items():
             if layer.rows is not None:
-                zeros = torch.zeros(len(layer.left), device=layer.rows.device)
+                zeros = torch.zeros(layer.out_features, device=layer.rows.device)
                 self.targets[name] = _Rows(layer, zeros, kept=torch.ones_like(zeros, dtype=torch.bool), mean=zeros)
         if not self.targets:
             raise ValueError("no target has sparse rows to prune: lower keep, or set residual to null")
@@ -232,10 +232,7 @@ class RowPruning(Rule):
             if rows.is_dense(rows.kept):
                 merge(self.model, name)
                 continue
-            layer, indices = rows.layer, rows.layer.get_buffer("rows")
-            kept, weight = rows.kept.to(indices.device), rows.weight.detach()
-            layer.residual = nn.Parameter(weight[kept]) if kept.any() else None
-            layer.rows = indices[kept] if kept.any() else None
+            rows.layer.keep_rows(rows.kept.to(rows.weight.device))
 
     def measures(self) -> dict[str, float]:
         """Return the share of the rows that are kept."""

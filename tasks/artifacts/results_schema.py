@@ -89,7 +89,7 @@ class DenseReport(Scores):
     trivial: float
     """Metric of the trivial baseline on the test split."""
     licence: dict[str, str]
-    """Licence of the base model (tasks/models/licence.py)."""
+    """Licence and origin of the base model (tasks/models/licence.py)."""
     head: str = ""
     """Sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eckart.model.hf_format import check_unquantized
+from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
@@ -60,6 +60,8 @@ def load_base(params: Model, task: Task) -> Base:
         source, extra = located(params.base, stack)
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
+            if Path(source, "adapter_config.json").exists():
+                raise ValueError(f"it is an adapter: {MERGE_FIRST}")
             config = AutoConfig.from_pretrained(source, **options)
             if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
                 raise ValueError(
@@ -84,7 +86,8 @@ def load_base(params: Model, task: Task) -> Base:
                 **options,
                 **kind.head(),
             )
-            terms = licence.stated(source, options["revision"])
+            check_base(model)
+            terms = licence.of_base(params.base, source, options["revision"], **extra)
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"

@@ -121,14 +121,14 @@ def neuron_scores(
     layers = {name: layer for name, layer in low_rank_layers(model).items() if name in names and layer.rows is not None}
     model.eval().requires_grad_(False)
     for layer in layers.values():
-        layer.get_parameter("residual").requires_grad_(True)
+        layer.get_parameter("residual.weight").requires_grad_(True)
     count = 0
     for batch in batches:
         loss(model, batch).backward()
         count += len(next(iter(batch.values())))
     scores = {}
     for name, layer in layers.items():
-        residual = layer.get_parameter("residual")
+        residual = layer.get_parameter("residual.weight")
         gradient = torch.zeros_like(residual) if residual.grad is None else residual.grad
         scores[name] = (residual.detach().float() * gradient.float() / count).abs().mean(1).cpu()
     return scores

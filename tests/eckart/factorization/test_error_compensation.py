@@ -140,8 +140,8 @@ def test_no_matrix_of_the_same_rank_is_closer_to_the_original_outputs(weighting,
     generator = torch.Generator().manual_seed(seed)
     for scale in (1e-4, 1e-2, 1.0):
         for _ in range(30):
-            noise = [scale * torch.randn(part.shape, generator=generator) for part in (layer.left, layer.right)]
-            assert least <= error((layer.left + noise[0]) @ (layer.right + noise[1])) * (1 + 1e-9)
+            noise = [scale * torch.randn(part.shape, generator=generator) for part in layer.factors]
+            assert least <= error((layer.left.weight + noise[0]) @ (layer.right.weight + noise[1])) * (1 + 1e-9)
 
 
 def test_dense_targets_are_anchored_too_and_the_original_weights_are_kept():

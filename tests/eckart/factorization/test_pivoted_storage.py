@@ -103,12 +103,12 @@ def test_outputs_are_rounded_no_more_than_those_of_a_dense_layer(left):
 @pytest.mark.parametrize("tokens", [2, 40])  # outputs are put into order, and rows
 def test_both_forms_of_the_forward_give_the_same_outputs_and_gradients(tokens):
     layer = of(drawn(9, 3, seed=1), drawn(3, 10, seed=2))
-    layer.map.bias = nn.Parameter(drawn(9, seed=4).float())
+    layer.map.left.bias = nn.Parameter(drawn(9, seed=4).float())
     pivot(layer)
     stored, x = layer.map, drawn(tokens, 10, seed=3).float()
     expected = x @ stored.dense().T + stored.bias
     torch.testing.assert_close(stored(x), expected, rtol=1e-4, atol=1e-5)
-    parts = (stored.right, stored.others, stored.bias)
+    parts = (stored.right.weight, stored.others.weight, stored.bias)
     gradients = (torch.autograd.grad(y.square().sum(), parts) for y in (stored(x), expected))
     for gradient, other in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-3)
@@ -117,8 +117,8 @@ def test_both_forms_of_the_forward_give_the_same_outputs_and_gradients(tokens):
 def of(left: Tensor, right: Tensor) -> nn.Module:
     """Return a module with a low-rank layer of these factors, in float32."""
     layer = LowRankLinear(right.shape[1], len(left), len(right), bias=False)
-    layer.left.data.copy_(left)
-    layer.right.data.copy_(right)
+    layer.left.weight.data.copy_(left)
+    layer.right.weight.data.copy_(right)
     return nn.ModuleDict({"map": layer})
 
 

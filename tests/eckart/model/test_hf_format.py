@@ -6,11 +6,14 @@ import copy
 import json
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.factorization.pivoted_storage import pivot
+from eckart.model import hf_format
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge, pivoted
 from eckart.model.targets import find_targets
@@ -34,7 +38,7 @@ BATCH = tiny.collate(SAMPLES)
 
 def compress(model: PreTrainedModel, every: int = 1) -> PreTrainedModel:
     """Factorize every `every`-th target, at ranks that differ."""
-    targets = find_targets(model, BATCH, exclude=["*.left", "*.right"]).targets
+    targets = find_targets(model, BATCH).targets
     for index, target in enumerate(targets[::every]):
         tiny.factorize_layer(model, target.name, 1 + index % 5)
     return model
@@ -124,6 +128,63 @@ def train(model: PreTrainedModel, folder: Path) -> None:
     Trainer(model=model, args=arguments, train_dataset=examples).train()
 
 
+def write_as_long_ago(model: PreTrainedModel, folder: Path) -> None:
+    """Save `model` with the names that tensors had when factors were parameters of their layers."""
+    save(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    storage = config["quantization_config"]
+    assert storage.pop("format") == 2
+    config["transformers_weights"] = hf_format._NEEDED_1
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in storage["ranks"]:
+        layer = model.get_submodule(name)
+        for old, new in layer.renamed().items():
+            if f"{name}.{new}" in tensors:
+                values = tensors.pop(f"{name}.{new}")
+                turned = layer.reads_ids and old in ("right", "residual")
+                tensors[f"{name}.{old}"] = values.T.contiguous() if turned else values
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("stored", ["factors", "pivoted", "rows"])
+@pytest.mark.parametrize("build", [tiny.bert, tiny.gpt2])
+def test_a_folder_with_the_former_names_is_loaded_and_saved_with_the_present_ones(build, stored, tmp_path):
+    """Also embeddings, without the head, and with half of the model on the disk."""
+    model, rows = build(), slice(1, 3) if stored == "rows" else None
+    for target in find_targets(model, BATCH, embeddings=True).targets:
+        tiny.factorize_layer(model, target.name, 2, rows)
+    if stored == "pivoted":
+        pivot(model)
+    write_as_long_ago(model, tmp_path / "old")
+    loaded = load(tmp_path / "old")
+    assert_same(loaded, model)
+    body = AutoModel.from_pretrained(tmp_path / "old").state_dict()
+    assert all(torch.equal(values, model.base_model.state_dict()[name]) for name, values in body.items())
+    half = {name: "disk" if "encoder" in name or name.endswith("h") else "cpu" for name, _ in parts_of(model)}
+    offloaded = load(tmp_path / "old", device_map=half, offload_folder=tmp_path / "offloaded")
+    torch.testing.assert_close(tiny.logits(offloaded, BATCH), tiny.logits(model, BATCH))
+    save(loaded, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]["format"] == 2
+    assert set(load_file(tmp_path / "new" / "model.safetensors")) == set(model.state_dict())
+    assert_same(load(tmp_path / "new"), model)
+
+
+def parts_of(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the second level, and the head."""
+    for name, module in model.named_children():
+        inner = [(f"{name}.{part}", child) for part, child in module.named_children()]
+        yield from inner or [(name, module)]
+
+
+def test_a_folder_of_a_later_version_is_refused(tmp_path):
+    save(compress(tiny.bert()), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(ValueError, match="upgrade"):
+        load(tmp_path)
+
+
 def test_a_loaded_model_can_be_trained_and_saved_again(tmp_path):
     model = compress(tiny.gpt2(), every=2)
     save(model, tmp_path / "first")
@@ -131,7 +192,7 @@ def test_a_loaded_model_can_be_trained_and_saved_again(tmp_path):
     assert all(parameter.requires_grad for parameter in loaded.parameters())
     train(loaded, tmp_path / "training")
     for name in factorized(loaded):
-        for part in ("left", "right"):
+        for part in ("left.weight", "right.weight"):
             key = f"{name}.{part}"
             assert not torch.equal(loaded.get_parameter(key), model.get_parameter(key)), key
     save(loaded, tmp_path / "second")

@@ -205,12 +205,48 @@ def test_narrowed_layers_may_have_ranks(plugin: Any) -> None:
     layer, x = sys.modules["vllm.model_executor.layers.linear"].LinearBase(), torch.randn(3, 64)
     layer.tp_rank, layer.tp_size = 0, 1
     gate, up = drawn(PivotedLinear(64, 40, 5, bias=False)), nn.Linear(64, 40, bias=False)
-    made = narrowed(plugin, "gate_up_proj", layer, ranks={"mlp.gate_proj": 5}, pivoted=["mlp.gate_proj"])
+    made = narrowed(plugin, "gate_up_proj", layer, ranks={"mlp.gate_proj": 5}, pivoted=["mlp.gate_proj"], format=2)
     for shard, part in enumerate((gate, up)):
         for name, values in part.state_dict().items():
             made.get_parameter(name).weight_loader(made.get_parameter(name), values, shard)
     made.quant_method.process_weights_after_loading(made)
     torch.testing.assert_close(made.quant_method.apply(made, x), torch.cat([gate(x), up(x)], -1))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_biases_of_parts_are_added_to_the_layers_own(plugin: Any, old: bool) -> None:
+    """vLLM gives a layer its bias after the weights have been allocated. A part in pivots has none of its own."""
+    torch.manual_seed(0)
+    kinds = (LowRankLinear, PivotedLinear, LowRankLinear)
+    parts = [drawn(kind(IN, out, 2, bias=True)) for kind, out in zip(kinds, OUTS, strict=True)]
+    stored = [plugin.Part(2, pivoted=kind is PivotedLinear, biased=not old) for kind in kinds]
+    layer, x = nn.Module(), torch.randn(3, IN)
+    method = plugin.LowRankMethod(stored, {}) if old else plugin.LowRankMethod(stored)
+    method.create_weights(layer, IN, list(OUTS), IN, sum(OUTS), torch.float32)
+    layer.bias = nn.Parameter(torch.zeros(sum(OUTS)))
+    start = 0
+    for shard, part in enumerate(parts):
+        names = {new: before for before, new in part.renamed().items()} if old else {}
+        for name, values in part.state_dict().items():
+            name, end = names.get(name, name), start + part.out_features
+            if name == "bias":  # vLLM's own
+                layer.bias.data[start:end] = values
+            else:
+                layer.get_parameter(name).weight_loader(layer.get_parameter(name), values, shard)
+        start += part.out_features
+    method.process_weights_after_loading(layer)
+    torch.testing.assert_close(method.apply(layer, x, layer.bias), torch.cat([part(x) for part in parts], -1))
+
+
+def test_a_weight_that_vllm_has_transposed_is_turned_back(plugin: Any) -> None:
+    """So it does with all weights of a GPT-2. This one is square, so that its shape does not tell."""
+    part, layer, x = drawn(PivotedLinear(IN, 6, 3, bias=False)), nn.Module(), torch.randn(2, IN)
+    method = plugin.LowRankMethod([plugin.Part(3, pivoted=True)])
+    method.create_weights(layer, IN, [6], IN, 6, torch.float32)
+    for name, values in part.state_dict().items():
+        layer.get_parameter(name).weight_loader(layer.get_parameter(name), values.t() if values.ndim == 2 else values)
+    method.process_weights_after_loading(layer)
+    torch.testing.assert_close(method.apply(layer, x), part(x))
 
 
 def test_unsupported_storage_is_an_error(plugin: Any) -> None:
@@ -226,7 +262,7 @@ def test_unsupported_storage_is_an_error(plugin: Any) -> None:
         config.get_quant_method(nn.Embedding(3, 3), "embed")
     method.create_weights(layer, IN, [6], IN, 6, torch.float32)
     with pytest.raises(ValueError, match=r"left .*\b12\b"):
-        layer.left.weight_loader(layer.left, torch.zeros(6, 3))
+        layer.left.weight.weight_loader(layer.left.weight, torch.zeros(6, 3))
 
 
 def causal(family: str) -> PreTrainedModel:

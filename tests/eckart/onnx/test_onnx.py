@@ -190,8 +190,8 @@ def with_large_components(model: PreTrainedModel) -> PreTrainedModel:
     """Scale the factors of each layer so that its first component is a thousand times as large between them."""
     with torch.no_grad():
         for layer in low_rank_layers(model).values():
-            layer.right[0] *= 1000
-            layer.left[:, 0] /= 1000
+            layer.right.weight[0] *= 1000
+            layer.left.weight[:, 0] /= 1000
     return model
 
 

@@ -71,7 +71,7 @@ def test_only_updates_of_matrices_train_and_change_them_by_their_rank() -> None:
     assert layers
     for name, values in model.named_parameters():
         change = (values - before[name]).detach()
-        if name.removesuffix(".left").removesuffix(".right") in layers:
+        if name.removesuffix(".left.weight").removesuffix(".right.weight") in layers:
             assert torch.linalg.matrix_rank(change, rtol=1e-3) == 1, name
         else:
             assert not change.any(), name
@@ -81,7 +81,7 @@ def test_states_of_the_optimizer_are_those_of_the_updates_alone() -> None:
     plain, model = student(), student()
     rule = LoraRule(model, Lora(rank=1), seed=0)
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    factors = [factor for layer in low_rank_layers(plain).values() for factor in (layer.left, layer.right)]
+    factors = [factor for layer in low_rank_layers(plain).values() for factor in layer.factors]
     assert sum(sizes) == sum(sum(factor.shape) for factor in factors) < sum(factor.numel() for factor in factors)
     rule.finish()
 
@@ -92,7 +92,7 @@ def test_a_factor_no_larger_than_its_update_is_trained_itself() -> None:
     rule = LoraRule(model, Lora(rank=1), seed=0)
     assert not rule.updated
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trainable == {f"{name}.{side}" for name in low_rank_layers(model) for side in ("left", "right")}
+    assert trainable == {f"{name}.{side}.weight" for name in low_rank_layers(model) for side in ("left", "right")}
 
 
 def test_the_gradient_of_the_update_is_that_of_the_weight_seen_through_it() -> None:
@@ -102,8 +102,8 @@ def test_the_gradient_of_the_update_is_that_of_the_weight_seen_through_it() -> N
     LoraRule(model, Lora(rank=2, alpha=6.0), seed=0)
     for each in (plain, model):
         each(**TEXT).loss.backward()
-    update = layer.parametrizations.left[0]
-    gradient = plain.get_submodule(name).left.grad
+    update = layer.left.parametrizations.weight[0]
+    gradient = plain.get_submodule(name).left.weight.grad
     torch.testing.assert_close(update.up.grad, 3.0 * gradient @ update.down.T, rtol=1e-4, atol=1e-6)
 
 

@@ -103,7 +103,7 @@ def test_the_layer_computes_one_term_of_the_sum(rows, columns, bias, dense, seed
     layer = MixedLinear(low, weight)
     layer.dense = dense
     x = torch.randn(2, 3, columns, generator=generator, dtype=torch.float64)
-    expected = (1 - dense) * linear(x, low.left @ low.right) + dense * linear(x, weight)
+    expected = (1 - dense) * linear(x, low.left.weight @ low.right.weight) + dense * linear(x, weight)
     torch.testing.assert_close(layer(x), expected if low.bias is None else expected + low.bias)
 
 
@@ -117,7 +117,7 @@ def test_factors_have_a_gradient_only_where_they_run(dense):
     force(rule, dense)
     low(**BATCH).loss.backward()
     for layer in rule.layers.values():
-        for factor in (layer.low.left, layer.low.right):
+        for factor in (layer.low.left.weight, layer.low.right.weight):
             assert factor.grad is None if dense else factor.grad.any()
         assert layer.low.bias.grad is not None  # which both share
 
@@ -130,7 +130,7 @@ def test_the_weight_is_no_parameter_and_never_changes():
     assert all(old is new for old, new in zip(parameters, low.parameters(), strict=True))
     assert [value.numel() for value in low.state_dict().values()] == sizes
     optimizer = torch.optim.AdamW(low.parameters(), 0.1, weight_decay=0.1)
-    factors = {name: layer.low.left.detach().clone() for name, layer in rule.layers.items()}
+    factors = {name: layer.low.left.weight.detach().clone() for name, layer in rule.layers.items()}
     for step in range(3):
         rule.before_forward(step)
         outputs = low(**BATCH)
@@ -141,7 +141,7 @@ def test_the_weight_is_no_parameter_and_never_changes():
         assert not layer.weight.requires_grad
         assert torch.equal(layer.weight, before[name])
         assert torch.equal(weights[name], before[name])
-        assert not torch.equal(layer.low.left, factors[name])
+        assert not torch.equal(layer.low.left.weight, factors[name])
 
 
 # --- the draws -------------------------------------------------------------------------------------------------------

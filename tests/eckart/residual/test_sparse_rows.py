@@ -33,8 +33,8 @@ def layer(residual: Tensor, rank: int = 0) -> LowRankLinear:
     count, columns = residual.shape
     result = LowRankLinear(columns, count, rank, bias=False, rows=count)
     with torch.no_grad():
-        result.residual.copy_(residual)
-        for factor in (result.left, result.right):
+        result.residual.weight.copy_(residual)
+        for factor in (result.left.weight, result.right.weight):
             factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(0)))
     return result
 
@@ -55,7 +55,7 @@ def compress(model: PreTrainedModel, rank: Callable[[int], int], residual: bool 
 def parameters(model: nn.Module, names: Iterable[str]) -> int:
     """Of the modules `names`, biases aside."""
     modules = dict(model.named_modules())
-    return sum(p.numel() for name in names for part, p in modules[name].named_parameters() if part != "bias")
+    return sum(p.numel() for name in names for part, p in modules[name].named_parameters() if not part.endswith("bias"))
 
 
 def run(model: PreTrainedModel, rule: RowPruning, steps: Sequence[int], rate: float = 1e-3) -> None:
@@ -77,7 +77,7 @@ def set_scores(rule: RowPruning, *scores: Sequence[float]) -> None:
 
 def kept(rule: RowPruning) -> list[list[int]]:
     """Of each target the rows that are not zero."""
-    return [some.layer.residual.any(dim=1).nonzero().flatten().tolist() for some in rule.targets.values()]
+    return [some.layer.residual.weight.any(dim=1).nonzero().flatten().tolist() for some in rule.targets.values()]
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ def test_scores_and_two_steps_solved_by_hand():
     # (|1·1| + |2·1|)/2 and (|3/2| + |−4/2|)/2, half of which with β = 1/2
     torch.testing.assert_close(rule.state()["map0"], torch.tensor([0.75, 0.875]))
     optimizer.step()
-    torch.testing.assert_close(model["map0"].residual.detach(), torch.tensor([[0.9, 1.9], [2.95, -4.05]]))
+    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[0.9, 1.9], [2.95, -4.05]]))
     rule.after_update(0)
-    torch.testing.assert_close(model["map0"].residual.detach(), torch.tensor([[0.0, 0.0], [2.95, -4.05]]))
+    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[0.0, 0.0], [2.95, -4.05]]))
 
     optimizer.zero_grad()
     loss().backward()
@@ -115,7 +115,7 @@ def test_a_window_solved_by_hand_and_a_row_that_comes_back():
     """
     model = model_of(layer(torch.tensor([[1.0], [2.0]])))
     rule = RowPruning(model, settings(window=2, end=0.125), budget=1, steps=8)
-    residual, left, scores = model["map0"].residual, [], []
+    residual, left, scores = model["map0"].residual.weight, [], []
     for number, gradient in enumerate([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [30.0, 0.0], [0.0, 0.0]]):
         residual.grad = torch.tensor(gradient).unsqueeze(1)
         rule.after_backward(number)
@@ -145,11 +145,11 @@ def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothin
     entries = []
     for number in range(steps):
         gradient = torch.randn(3, 4, generator=generator)
-        some.residual.grad = gradient
+        some.residual.weight.grad = gradient
         rule.after_backward(number)
         with torch.no_grad():
-            some.residual -= 0.1 * gradient
-        entries.append((some.residual.detach() * gradient).abs())
+            some.residual.weight -= 0.1 * gradient
+        entries.append((some.residual.weight.detach() * gradient).abs())
         rule.after_update(number)
     means = [
         torch.stack(entries[at : at + window]).mean(0) for at in range(0, steps - 1 - (steps - 1) % window, window)
@@ -179,7 +179,7 @@ def test_movement_solved_by_hand_and_a_masked_row_that_comes_back():
     """Two rows, room for one at the second step. Row 0 shrinks in the first step, and row 1 grows."""
     model = model_of(layer(torch.tensor([[2.0, 1.0], [1.0, -1.0]])))
     rule = RowMasking(model, settings(score="movement", start=0.25, end=0.75), budget=2, steps=4)
-    residual = model["map0"].residual
+    residual = model["map0"].residual.weight
 
     assert step_of_masks(rule, 0, [[1.0, 1.0], [-1.0, 2.0]], 0.1) == [[2.0, 1.0], [1.0, -1.0]]
     torch.testing.assert_close(rule.state()["map0"], torch.tensor([-2.0 - 1.0, 1.0 + 2.0]))
@@ -194,7 +194,7 @@ def test_movement_solved_by_hand_and_a_masked_row_that_comes_back():
     inside = step_of_masks(rule, 2, [[0.0, 0.0], [0.0, 0.0]], 0.1)
     torch.testing.assert_close(torch.tensor(inside), torch.tensor([[1.9, 0.9], [0.0, 0.0]]))
     rule.finish()
-    torch.testing.assert_close(model["map0"].residual.detach(), torch.tensor([[1.9, 0.9]]))
+    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[1.9, 0.9]]))
     assert model["map0"].rows.tolist() == [0]
 
 
@@ -220,7 +220,7 @@ def test_scores_of_movement_are_minus_the_sums_of_the_gradients_of_masks():
         rule.after_update(number)
         scores, weight = scores - mask.grad, weight - 0.3 * dense.grad
         torch.testing.assert_close(rule.state()["map0"], scores)
-        torch.testing.assert_close(model["map0"].residual.detach(), weight)
+        torch.testing.assert_close(model["map0"].residual.weight.detach(), weight)
     assert any((later & ~earlier).any() for earlier, later in itertools.pairwise(masks))
 
 
@@ -274,11 +274,11 @@ def problems(draw: st.DrawFn) -> tuple[Any, RowPruning, int]:
         most = (count * columns - 1) // (count + columns)
         layers.append(layer(torch.randn(count, columns, generator=generator), draw(st.integers(0, most))))
     model = model_of(*layers)
-    factors = sum(some.left.numel() + some.right.numel() for some in layers)
-    everything = sum(some.residual.numel() for some in layers)
+    factors = sum(some.left.weight.numel() + some.right.weight.numel() for some in layers)
+    everything = sum(some.residual.weight.numel() for some in layers)
     budget = draw(st.integers(factors, everything + 5))
     rule = RowPruning(model, settings(), budget, steps=1)
-    set_scores(rule, *[(torch.rand(len(some.left), generator=generator) * 8).round().tolist() for some in layers])
+    set_scores(rule, *[(torch.rand(some.out_features, generator=generator) * 8).round().tolist() for some in layers])
     return model, rule, budget
 
 
@@ -287,13 +287,13 @@ def test_the_best_rows_that_the_budget_pays_for_are_left_and_finish_changes_no_o
     """To within one row. Rows that cost nothing, of targets that stay dense, are left whatever they score."""
     model, rule, budget = problem
     everything = sum(rows.dense for rows in rule.targets.values())
-    longest = max(rows.layer.right.shape[1] for rows in rule.targets.values())
+    longest = max(rows.layer.in_features for rows in rule.targets.values())
     rule.after_update(0)
     factorized = [rows for rows in rule.targets.values() if not rows.is_dense(rows.kept)]
     pruned = [score for rows in factorized for score in rows.scores[~rows.kept].tolist()]
     counted = [score for rows in factorized for score in rows.scores[rows.kept].tolist()]
     assert max(pruned, default=0) <= min(counted, default=8)
-    inputs = {name: torch.randn(3, rows.layer.right.shape[1]) for name, rows in rule.targets.items()}
+    inputs = {name: torch.randn(3, rows.layer.in_features) for name, rows in rule.targets.items()}
     before = {name: model[name](x) for name, x in inputs.items()}
     rule.finish()
     for name, x in inputs.items():
@@ -344,11 +344,11 @@ def test_a_pruned_row_stays_pruned(problem, steps, seed):
     before = [some.kept for some in rule.targets.values()]
     for number in range(steps):
         for some in rule.targets.values():
-            some.layer.residual.grad = torch.randn(some.layer.residual.shape, generator=generator)
+            some.layer.residual.weight.grad = torch.randn(some.layer.residual.weight.shape, generator=generator)
         rule.after_backward(number)
         with torch.no_grad():
             for some in rule.targets.values():
-                some.layer.residual -= some.layer.residual.grad
+                some.layer.residual.weight -= some.layer.residual.weight.grad
         rule.after_update(number)
         now = [some.kept for some in rule.targets.values()]
         dense = [some.is_dense(some.kept) for some in rule.targets.values()]
@@ -377,7 +377,7 @@ def test_after_training_the_model_meets_the_budget_and_computes_the_same():
 def test_without_room_for_rows_a_plain_low_rank_model_is_left():
     """The ablation Low-rank 2: it starts from W, and all of S is gone at the end."""
     model = compress(tiny.bert(), lambda index: 1 + index % 3)
-    budget = sum(some.left.numel() + some.right.numel() for some in low_rank_layers(model).values())
+    budget = sum(some.left.weight.numel() + some.right.weight.numel() for some in low_rank_layers(model).values())
     budget += 100  # what whole ranks could not use
     rule = RowPruning(model, settings(low_rank=1.0, end=0.2), budget, steps=3)
     run(model, rule, range(3))
@@ -416,9 +416,7 @@ def load(folder: Path) -> PreTrainedModel:
 def thin(model: PreTrainedModel) -> PreTrainedModel:
     """Leave every third target no row, others every second row."""
     for index, some in enumerate(low_rank_layers(model).values()):
-        rows = torch.arange(1, len(some.left), 2) if index % 3 else None
-        some.residual = None if rows is None else nn.Parameter(some.residual.detach()[rows])
-        some.rows = rows
+        some.keep_rows(slice(1, None, 2) if index % 3 else slice(0))
     return model
 
 

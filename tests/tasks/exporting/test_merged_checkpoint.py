@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -37,8 +36,7 @@ def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
         weight = weight_of(model.get_submodule(target.name))
         left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(3))
         layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
-        if layer.residual is not None and layer.rows is not None:
-            layer.rows, layer.residual = layer.rows[1:3], nn.Parameter(layer.residual.detach()[1:3])
+        layer.keep_rows(slice(1, 3))
     if stored == "pivoted":
         pivot(model)
     return model.eval()

@@ -246,3 +246,11 @@ def test_a_quantized_base_model_is_refused_before_anything_is_loaded() -> None:
     quantized.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(StageError, match="bitsandbytes"):
         load_base(params(save("packed", quantized)), SENTIMENT)
+
+
+def test_an_adapter_is_no_base_model() -> None:
+    folder = Path("models/base/adapter")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "bert", "peft_type": "LORA"}')
+    with pytest.raises(StageError, match=r"models/base/adapter .*merge_and_unload"):
+        model_of(str(folder))

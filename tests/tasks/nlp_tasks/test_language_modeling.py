@@ -19,6 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
+    GgufConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -376,3 +377,22 @@ def test_a_gguf_file_is_a_base_model(workspace: Path) -> None:
         torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, llama(input_ids=ids).logits)
     loaded.save_pretrained("saved")
     assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization_config": GgufConfig(dequantize=True)}], ids=["", "dequantized"])
+def test_a_model_that_transformers_read_from_gguf_is_compressed_and_saved(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers leaves on it that it is quantized, though its weights are dense."""
+    write_gguf(tmp_path / "tiny.gguf", model())
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", **options)
+    ids = torch.randint(END, (8, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    small, report = eckart.compress(read, [batch], 0.5, "svd")
+    assert report.ranks
+    small.float().save_pretrained(tmp_path / "small")
+    with torch.no_grad():
+        expected, found = small(**batch).logits, eckart.load(tmp_path / "small")(**batch).logits
+    torch.testing.assert_close(found, expected)
+    eckart.save(read, tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())

@@ -962,9 +962,11 @@ def test_a_card_states_the_licence_of_the_base_model() -> None:
     """In the hub's words; where the base model states none, neither does the card. It says what became of the head."""
     make_study(["svd"], [0.5], ["map"])
     for licence in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
-        write_dense(0.8, 0.8, licence=licence, head="A new head took its place.")
+        origin = {"origin": "a local folder"} if licence else {}
+        write_dense(0.8, 0.8, licence=licence | origin, head="A new head took its place.")
         found = results.load_results()
         text = card(found, found.candidates[0])
         assert "A new head took its place." in text
+        assert ("a local folder" in text) is bool(origin)
         metadata = ModelCard(text).data.to_dict()
         assert {key: value for key, value in metadata.items() if key.startswith("license")} == licence

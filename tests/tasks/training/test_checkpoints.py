@@ -103,7 +103,9 @@ def pruned_and_taught(kill: int | None) -> bytes:
         left, right = decompose(weight, ErrorNorm()).truncate(2)
         factorize_target(model, target.name, left, right, rest(weight, left, right))
     settings = SparseRows(kind="sparse_rows", low_rank=0.2, smoothing=0.85, start=0.1, end=0.3, window=None)
-    budget = sum(layer.left.numel() + layer.right.numel() for layer in low_rank_layers(model).values()) + 2000
+    budget = (
+        sum(layer.left.weight.numel() + layer.right.weight.numel() for layer in low_rank_layers(model).values()) + 2000
+    )
     taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
     rules = [RowPruning(model, settings, budget, OPTIONS["steps"]), taught, Kill(kill)]
     train(model, collate(), rows(), CURVE, rules=rules, **OPTIONS)

@@ -1,0 +1,126 @@
+"""peft adapts a compressed model by the names that its layers had, and its adapters are trained, saved and merged."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+
+from eckart.model.hf_format import save
+from eckart.model.layers import factorized
+from tests import tiny
+from tests.clients.conftest import distance, logits, small
+
+peft = pytest.importorskip("peft")
+HEAD = "classifier"
+NAMES = ["query", "value"]
+CASES = {
+    "LoRA by name": lambda: peft.LoraConfig(target_modules=NAMES),
+    "LoRA by peft's own default": lambda: peft.LoraConfig(),
+    "LoRA by expression": lambda: peft.LoraConfig(target_modules=r".*self\.(query|value)"),
+    "LoRA on all": lambda: peft.LoraConfig(target_modules="all-linear"),
+    "DoRA": lambda: peft.LoraConfig(target_modules=NAMES, use_dora=True),
+    "IA3": lambda: peft.IA3Config(target_modules=["key", "output.dense"], feedforward_modules=["output.dense"]),
+}
+
+
+def config(case: str) -> Any:
+    made = CASES[case]()
+    made.task_type = "SEQ_CLS"  # so that the head is trained and saved, too
+    return made
+
+
+def train(model: Any) -> None:
+    """Take some steps, in which every adapter moves away from its start."""
+    optimizer = torch.optim.AdamW([some for some in model.parameters() if some.requires_grad], lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model.train()(**tiny.collate(tiny.samples(8))).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_trained_saved_loaded_and_merged(case: str, compressed: PreTrainedModel, tmp_path: Path) -> None:
+    """A merged model has the ranks that it had, because the adapter is merged into the factors."""
+    adapted = peft.get_peft_model(copy.deepcopy(compressed), config(case))
+    torch.testing.assert_close(logits(adapted), logits(compressed))
+    reached = {name.partition(".lora_")[0].partition(".ia3_")[0] for name, _ in adapted.named_parameters()}
+    factors = {name for name in reached if name.endswith((".left", ".right", ".others")) and "self.value" in name}
+    assert factors or case == "IA3"
+    train(adapted)
+    expected = logits(adapted)
+    assert distance(expected, logits(compressed)) > 0.01
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(compressed), tmp_path / "adapter")
+    assert torch.equal(logits(again), expected)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+    assert factorized(merged) == factorized(compressed)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(loaded), logits(merged))
+
+
+def test_an_update_by_name_reaches_every_factor_and_nothing_else() -> None:
+    model = small()
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=NAMES))
+    prefix = "base_model.model."
+    found = {name for name, module in adapted.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    expected = {name for name in factorized(model) if name.rpartition(".")[2] in NAMES}
+    assert found == {f"{prefix}{name}.{side}" for name in expected for side in ("left", "right")}
+
+
+def test_all_linear_adapts_factors_and_dense_layers() -> None:
+    model = small()
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules="all-linear"))
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = [module for module in adapted.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    assert len(found) == len(linear)
+
+
+def test_ia3_scales_the_map_as_it_would_the_dense_layer() -> None:
+    """Outputs of the key are multiplied by one vector, inputs of the output layer by another."""
+    layers, vectors = ("self.key", "0.output.dense"), {}
+    model = small()
+    adapted = peft.get_peft_model(copy.deepcopy(model), config("IA3"))
+    for name, values in adapted.named_parameters():
+        if "ia3_l" in name:
+            nn.init.uniform_(values, 0.5, 2.0)
+            vectors[name] = values.detach().flatten()
+    merged = adapted.merge_and_unload()
+    for name in factorized(model):
+        scales = [values for key, values in vectors.items() if f"{name}." in key]
+        if name.endswith(layers):
+            (scale,) = scales
+            outputs = name.endswith("key")
+            expected = model.get_submodule(name).dense() * (scale[:, None] if outputs else scale)
+            torch.testing.assert_close(merged.get_submodule(name).dense(), expected)
+
+
+def test_transformers_adds_an_adapter_itself() -> None:
+    model = small()
+    model.add_adapter(peft.LoraConfig(target_modules=NAMES))
+    assert any("query.left.lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_trains_on_8_bits(tmp_path: Path) -> None:
+    """A base that Eckart compressed and bitsandbytes quantized."""
+    pytest.importorskip("bitsandbytes")
+    save(small(), tmp_path / "compressed")
+    bits = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[HEAD])
+
+    def base() -> PreTrainedModel:
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "compressed", quantization_config=bits)
+
+    adapted = peft.get_peft_model(base(), config("LoRA by name"))
+    before = logits(adapted)
+    train(adapted)
+    assert distance(logits(adapted), before) > 0.01
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(adapted))

@@ -1,0 +1,121 @@
+"""Tools that quantize linear layers find the factors, and what they make of a model is smaller and still right."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    QuantoConfig,
+    TorchAoConfig,
+)
+
+from eckart.model.hf_format import save
+from eckart.model.layers import factorized, parts_of_layers
+from tests.clients.conftest import distance, logits, small
+
+HEAD = "classifier"
+INT8, INT4 = 0.15, 0.9
+"""Largest relative change of the logits of a model with random weights."""
+
+
+def is_layer(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and name != HEAD
+
+
+def torchao(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    quantization = pytest.importorskip("torchao.quantization")
+    int4 = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig() if bits == 8 else int4, filter_fn=is_layer)
+    return model
+
+
+def quanto(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    tool = pytest.importorskip("optimum.quanto")
+    tool.quantize(model, weights=tool.qint8 if bits == 8 else tool.qint4, exclude=HEAD)
+    tool.freeze(model)
+    return model
+
+
+def hqq(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    tool = pytest.importorskip("hqq.core.quantize")
+    config = tool.BaseQuantizeConfig(nbits=bits, group_size=64)
+    for name, module in list(model.named_modules()):
+        if is_layer(module, name):
+            model.set_submodule(name, tool.HQQLinear(module, config, compute_dtype=torch.float32, device="cpu"))
+    return model
+
+
+def size(model: nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("quantize", [torchao, quanto, hqq])
+def test_a_tool_quantizes_every_factor(quantize: Any, bits: int, compressed: PreTrainedModel) -> None:
+    found = quantize(copy.deepcopy(compressed), bits)
+    for name in parts_of_layers(compressed):
+        before, after = compressed.get_submodule(name), found.get_submodule(name)
+        assert (type(after), type(getattr(after, "weight", None))) != (type(before), nn.Parameter), name
+    assert 0 < distance(logits(found), logits(compressed)) < (INT8 if bits == 8 else INT4)
+    assert size(found) < 0.7 * size(compressed)
+    assert factorized(found) == factorized(compressed)
+
+
+def torchao_config() -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig(), modules_to_not_convert=[HEAD])
+
+
+def bitsandbytes_config() -> Any:
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[HEAD])
+
+
+def quanto_config() -> Any:
+    pytest.importorskip("optimum.quanto")
+    return QuantoConfig("int8", modules_to_not_convert=[HEAD])
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("config", [torchao_config, bitsandbytes_config])
+def test_transformers_quantizes_a_compressed_folder_and_saves_both(
+    config: Callable[[], Any], compressed: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    """What it saves has both methods in its config, and loads as it was."""
+    found = load(folder, quantization_config=config())
+    assert 0 < distance(logits(found), logits(compressed)) < INT8
+    found.save_pretrained(tmp_path / "both")
+    stored = json.loads((tmp_path / "both" / "config.json").read_text())["quantization_config"]
+    assert stored["ranks"] == factorized(compressed)
+    assert stored["quantization"]["quant_method"] == config().quant_method
+    assert torch.equal(logits(load(tmp_path / "both")), logits(found))
+
+
+def test_transformers_quantizes_a_compressed_folder_by_quanto(compressed: PreTrainedModel, folder: Path) -> None:
+    """Such a model cannot be saved, compressed or not."""
+    found = load(folder, quantization_config=quanto_config())
+    assert 0 < distance(logits(found), logits(compressed)) < INT8
+
+
+@pytest.mark.parametrize("config", [torchao_config, bitsandbytes_config])
+def test_a_layer_of_rank_1_stays_right(config: Callable[[], Any], tmp_path: Path) -> None:
+    """torchao fails on a matrix of one column, and bitsandbytes computes noise with it."""
+    model = small(rank=1)
+    save(model, tmp_path)
+    assert 0 < distance(logits(load(tmp_path, quantization_config=config())), logits(model)) < INT8
