@@ -330,6 +330,8 @@ def _print_comparison(file: Path) -> None:
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
+    from prefect.exceptions import CancelledRun, Pause, UnfinishedRun
+
     from flows.display import terminal
     from flows.engine.stage_processes import terminable  # slow imports, needed only if there is something to run
     from flows.servers import prefect_server
@@ -339,7 +341,13 @@ def _by_prefect(options: Options) -> list[Outcome]:
     terminal.doing("starting")
     with terminable():  # a SIGTERM must also end the temporary server
         prefect_server.use_temporary()
-        return study(**options.parameters())
+        try:
+            return study(**options.parameters())
+        except (CancelledRun, Pause, UnfinishedRun) as error:
+            raise EckartError(
+                "somebody canceled or paused this run on Prefect's page, which stops only runs of `eckart serve` and "
+                "of work pools: its stages have ended as usual. Run again to see the results"
+            ) from error
 
 
 @contextmanager

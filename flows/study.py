@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: Prefect evaluates the annotations of a scheduled flow without this module's
 # names.
 
+import logging
 import os
 import threading
 import time
@@ -43,6 +44,14 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:
     # Prefect started this process for a run of a deployment. Before it calls the flow, it logs the address of its
     # server, which may contain a password.
     keep_out()
+
+
+def _has_begun(record: logging.LogRecord) -> bool:
+    """Whether to keep a log record: drop Prefect's errors about stages that a pause of the run kept from beginning."""
+    return not record.getMessage().startswith("Finished in state Pending(")
+
+
+logging.getLogger("prefect.task_runs").addFilter(_has_begun)
 
 # Each stage gets a thread, which waits for upstream stages and for a free slot. The slots limit how many stages run.
 _THREADS = 256

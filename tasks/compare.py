@@ -1,8 +1,9 @@
 """Stage compare: compare every candidate with the original model → reports/comparison.csv, .html, .txt, .png,
-runtimes.csv, choice.json, and model cards in reports/cards."""
+runtimes.csv, choice.json, metrics.json, and model cards in reports/cards."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tasks.artifacts.paths import CARDS
@@ -13,7 +14,7 @@ from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
 from tasks.report.runtimes import runtimes_csv
-from tasks.report.table import to_csv, to_text
+from tasks.report.table import compared, to_csv, to_text
 from tasks.runtime.stage_runner import output, run, say, warn
 
 REPORTS = Path("reports")
@@ -22,6 +23,7 @@ PAGE = REPORTS / "comparison.html"
 TEXT = REPORTS / "comparison.txt"
 PICTURE = REPORTS / "comparison.png"
 RUNTIMES = REPORTS / "runtimes.csv"
+METRICS = REPORTS / "metrics.json"
 
 
 def compare() -> None:
@@ -35,6 +37,7 @@ def compare() -> None:
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
     CHOICE.write_text(chosen(results).model_dump_json(indent=2))
+    METRICS.write_text(json.dumps(compared(results), indent=2))
     TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():

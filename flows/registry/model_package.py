@@ -13,7 +13,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 from mlflow.models import ModelSignature
-from mlflow.types.schema import Schema
+from mlflow.types.schema import ColSpec, Schema
 
 import eckart
 import tasks
@@ -61,13 +61,18 @@ def save(
 
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
     """Return the settings of `pyfunc_model.Served`, which MLflow stores as `model_config`."""
-    return {"task": task.model_dump(mode="json"), "batch_size": batch_size, "continuation": continuation}
+    answering = {"batch_size": batch_size, "continuation": continuation, "column": None}
+    return {"task": task.model_dump(mode="json"), **answering}
 
 
 def questions(task: Task, pairs: bool) -> Schema:
-    """Return the schema of a version's input columns. In a task on words, each text is a list of words."""
-    text = STRINGS if kind_of(task).text_is_words else STRING
-    return _schema({"text": text} | ({"text_pair": STRING} if pairs else {}))
+    """Return the schema of a version's input columns. In a task on words, each text is a list of words.
+
+    A column that is alone has no name: with one, MLflow accepts neither a string nor a list of strings.
+    """
+    if kind_of(task).text_is_words:
+        return _schema({"text": STRINGS})
+    return _schema({"text": STRING, "text_pair": STRING}) if pairs else Schema([ColSpec("string")])
 
 
 def _schema(columns: Mapping[str, Mapping[str, Any]]) -> Schema:

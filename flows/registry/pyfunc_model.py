@@ -26,17 +26,21 @@ class Served(PythonModel):
     - task: the task as the stage `extract` wrote it.
     - batch_size: number of examples, windows or blocks that are answered at a time.
     - continuation: number of tokens that a language model writes after a text.
+    - column: the column of the answers to answer alone, as a series, which `mlflow.models.evaluate` needs; None: all.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
         """Load the model from the Hugging Face folder, which is the artifact `model`; only safetensors files are read.
 
         Raises:
-            ValueError: the continuation does not fit into the model's positions.
+            ValueError: the continuation does not fit into the model's positions, or the answers have no such column.
         """
         folder, settings = context.artifacts["model"], context.model_config
         self._task = kind_of(Task.model_validate(settings["task"]))
         self._batch_size, self._continuation = settings["batch_size"], settings["continuation"]
+        self._column = settings["column"]
+        if self._column not in (None, *self._task.answer_columns):
+            raise ValueError(f"column {self._column!r}: write null or one of {', '.join(self._task.answer_columns)}")
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._model = self._task.auto.from_pretrained(
             folder, dtype="auto", use_safetensors=True, trust_remote_code=False
@@ -45,20 +49,40 @@ class Served(PythonModel):
 
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
-    ) -> pd.DataFrame:
+    ) -> pd.DataFrame | pd.Series:
         """Answer each row of `model_input`, which has the column `text` and, for pairs of texts, `text_pair`.
 
         Returns:
             A DataFrame with a row of answers for each input. docs/how-to/serve.md describes its columns.
+
+        Raises:
+            ValueError: the first column of a task on single texts is named, but not `text`.
         """
+        rows = _rows(model_input, self._task.text_is_words)
         answers = (
-            self._task.answers(self._model, self._tokenizer, model_input, self._batch_size, self._continuation)
-            if len(model_input)
+            self._task.answers(self._model, self._tokenizer, rows, self._batch_size, self._continuation)
+            if len(rows)
             else []
         )
         frame = pd.DataFrame(answers, columns=list(self._task.answer_columns), dtype=object)
         # infer_objects turns None into nan, which is a number
-        return frame if frame.isna().any(axis=None) else frame.infer_objects()
+        frame = frame if frame.isna().any(axis=None) else frame.infer_objects()
+        return frame if self._column is None else frame[self._column]
+
+
+def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
+    """Return the rows of an input as MLflow passes it.
+
+    MLflow makes a DataFrame whose only column is 0 of a string or a list of strings, and one row of a dictionary of
+    lists. Of a task on single texts, it passes the first column of a DataFrame, whatever its name.
+
+    Args:
+        words: whether each text is a list of words.
+    """
+    rows = given.rename(columns={0: "text"})
+    if "text" not in rows:
+        raise ValueError(f"the first column is {rows.columns[0]!r}: give a string, a list of strings, or a column text")
+    return rows if words else rows.explode(list(rows), ignore_index=True)
 
 
 if not __package__:  # MLflow runs this file; an import of it must not set the model

@@ -24,6 +24,21 @@ ZERO_SHOT = "zero_shot."
 """Prefix of the CSV columns of zero-shot tasks, which come last: zero_shot.TASK.METRIC, with the names of lm-eval."""
 
 STEPS = "steps before factorization"
+COMPARED = (
+    "metric",
+    "recovered",
+    "dense",
+    "control",
+    "factorized",
+    "from_dense_low",
+    "from_dense_high",
+    "target_parameters",
+    "model_parameters",
+    "macs_per_token",
+    "bytes",
+    "speedup",
+)
+"""The CSV columns that a person compares between studies."""
 BEFORE, AFTER = "before fine-tuning", "after fine-tuning"
 """Columns of the metric before and after recovery fine-tuning."""
 
@@ -153,6 +168,13 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
             **{f"{ZERO_SHOT}{name}": model.zero_shot[name] for name in dense.zero_shot},
             **{f"dense.{ZERO_SHOT}{name}": value for name, value in dense.zero_shot.items()},
         }
+
+
+def compared(results: Results) -> dict[str, str | float | None]:
+    """Return the numbers that DVC shows as metrics: name and `COMPARED` columns of the candidate marked as best."""
+    best = results.named(results.choice.nearest)
+    line = next(line for line in numbers(results) if (line["recipe"], line["keep"]) == (best.recipe, best.keep))
+    return {"candidate": best.name, **{column: line[column] for column in COMPARED}}
 
 
 def row(results: Results, candidate: CandidateResults) -> Row:

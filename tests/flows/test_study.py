@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from click.testing import Result
+from dvc.repo import Repo
 from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -86,6 +87,14 @@ class TestAfterTheFirstRun:
         assert kfac["metric"] == evaluation["recovered"]["metric"]
         assert kfac["exports"]["int8"]["bytes"] == exports["int8"]["bytes"]
         assert all((workspace / path).exists() for path in {**kfac["files"], **told["files"]}.values())
+
+    def test_dvc_compares_a_dozen_metrics(self, study: Study) -> None:
+        with chdir(study.root):
+            shown = Repo().metrics.show()[""]["data"]
+        assert shown == {
+            "reports/metrics.json": {"data": json.loads((study.root / "reports/metrics.json").read_text())}
+        }
+        assert {type(value) for value in shown["reports/metrics.json"]["data"].values()} <= {str, int, float}
 
     def test_mlflow_mirrors_the_study(self, study: Study) -> None:
         result = runs(study.root)

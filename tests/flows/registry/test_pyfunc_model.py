@@ -326,6 +326,10 @@ class TestVersion:
         assert [row["label"] for row in result["answers"]] == [TASK.labels[label] for label in labels]
         assert [row["score"] for row in result["answers"]] == pytest.approx(scores.tolist(), abs=1e-6)
         assert all("/code/" in file for file in result["code"])  # the version brings its own
+        together = [round(row["score"], 6) for row in result["answers"]]
+        alone = together[:1]
+        assert result["forms"] == {"string": alone, "list": together, "series": together, "columns": together}
+        assert result["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +365,16 @@ import mlflow, pandas, torch
 folder, *texts = sys.argv[1:]
 model = mlflow.pyfunc.load_model("models:/tiny@champion")
 answers = model.predict(pandas.DataFrame({"text": texts}))
+forms = {"string": texts[0], "list": texts, "series": pandas.Series(texts), "columns": {"text": texts}}
+labels = answers["label"].tolist()
+labels[0] = {"bad": "good", "good": "bad"}[labels[0]]  # one of three is another
+evaluated = mlflow.models.evaluate(
+    "models:/tiny@champion",
+    pandas.DataFrame({"text": texts, "label": labels}),
+    targets="label",
+    model_type="classifier",
+    model_config={"column": "label"},
+)
 import eckart, tasks
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 folder = mlflow.artifacts.download_artifacts("models:/tiny@champion", dst_path=folder) + "/artifacts/model"
@@ -368,5 +382,15 @@ inputs = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tenso
 with torch.no_grad():
     logits = AutoModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
 code = [eckart.__file__, tasks.__file__]
-print(json.dumps({"answers": answers.to_dict("records"), "logits": logits.tolist(), "code": code}))
+print(
+    json.dumps(
+        {
+            "answers": answers.to_dict("records"),
+            "forms": {name: model.predict(form)["score"].round(6).tolist() for name, form in forms.items()},
+            "accuracy": evaluated.metrics["accuracy_score"],
+            "logits": logits.tolist(),
+            "code": code,
+        }
+    )
+)
 """

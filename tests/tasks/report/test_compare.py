@@ -601,6 +601,11 @@ def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace:
     assert found.choice.chosen == "kfac-0.3"
     compare.compare()
     assert json.loads(compare.CHOICE.read_text())["candidate"] == "kfac-0.3"
+    lines = csv.DictReader(compare.TABLE.read_text().splitlines())
+    line = next(line for line in lines if (line["recipe"], line["keep"]) == ("kfac", "0.3"))
+    metrics = json.loads(compare.METRICS.read_text())
+    assert metrics.pop("candidate") == "kfac-0.3"
+    assert {name: str(value) for name, value in metrics.items()} == {name: line[name] for name in metrics}
     for text in (compare.TEXT.read_text(), re.sub("</?code>", "`", page())):
         for sentence in conclusion.conclusion(found):
             assert plain(str(escape(sentence)) if text.startswith("<") else sentence) in plain(text)
