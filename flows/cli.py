@@ -620,14 +620,21 @@ def _same_command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table:
     "Ship",
     "eckart export kfac-0.33 model.onnx --int8",
     "eckart export ./any-hugging-face-folder model.onnx",
+    "eckart export kfac-0.33 kfac-onnx/",
     "eckart export kfac-0.33 plain-model/ --dense",
 )
 def export(
     candidate: Annotated[
         str, typer.Argument(help="A candidate, such as kfac-0.33, or the path of any Hugging Face folder.")
     ],
-    target: Annotated[Path, typer.Argument(help="File to write, such as model.onnx. With --dense: a folder.")],
-    int8: Annotated[bool, typer.Option("--int8", help="Store the ONNX weights in int8.")] = False,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            help="File to write, such as model.onnx. A folder gets an ONNX file in float32, one in int8, config and "
+            "tokenizer; with --dense a plain model."
+        ),
+    ],
+    int8: Annotated[bool, typer.Option("--int8", help="Store the weights of the file in int8.")] = False,
     dense: Annotated[
         bool, typer.Option("--dense", help="Write a plain Hugging Face folder with the factors multiplied out.")
     ] = False,
@@ -643,9 +650,10 @@ def export(
 
         print(to_plain(candidate, target))
         return
-    from tasks.exporting.onnx import to_onnx
+    from tasks.exporting.onnx import to_onnx, to_onnx_folder
 
-    print(to_onnx(candidate, target, int8))
+    is_file = int8 or target.suffix == ".onnx"
+    print(to_onnx(candidate, target, int8) if is_file else to_onnx_folder(candidate, target))
 
 
 @_command("Ship", "eckart publish kfac-0.33 me/my-model --dry-run", "eckart publish kfac-0.33 me/my-model --private")

@@ -441,6 +441,15 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
     return [value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
+def plain_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return a copy of the model's config that says nothing of factors, for tools that read no weights."""
+    config = copy.deepcopy(model.config)
+    forget_needed(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
 def forget_needed(config: PreTrainedConfig) -> None:
     """Remove the name of the weights file from `config` if it is NEEDED, and what the configs of its parts repeat."""
     if getattr(config, "transformers_weights", None) in (NEEDED, _NEEDED_1):

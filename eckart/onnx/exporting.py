@@ -241,8 +241,9 @@ def _has_cache(inputs: Batch) -> bool:
 def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
     """Return the axes of an input that may have any size, with their names."""
     if name.startswith(PAST):
-        return {0: "batch", 2: "past"}
-    return {0: "batch", 1: "past_and_tokens" if _has_cache(sample) and name == "attention_mask" else "tokens"}
+        return {0: "batch_size", 2: "past_sequence_length"}
+    whole = _has_cache(sample) and name == "attention_mask"
+    return {0: "batch_size", 1: "total_sequence_length" if whole else "sequence_length"}
 
 
 @contextmanager

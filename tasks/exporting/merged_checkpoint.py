@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -20,7 +19,7 @@ from eckart.model.layers import factorized, merge, narrowed_shapes
 from eckart.model.module_context import eval_mode
 from eckart.model.plain_widths import restore_plain_widths
 from tasks.exporting.onnx import folder_of
-from tasks.models.model_io import UNLOADABLE, load, random_inputs
+from tasks.models.model_io import UNLOADABLE, load, random_inputs, saved_class
 from tasks.runtime.stage_runner import StageError, quiet
 
 _ROUNDING = 1e-4  # allowed difference ÷ largest output, because merging changes the order of float32 sums
@@ -49,12 +48,7 @@ def to_plain(name: str, folder: Path) -> str:
     quiet()
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        architecture = (config.architectures or ["no class"])[0]
-        if (family := getattr(transformers, architecture, None)) is None:
-            raise StageError(
-                f"{source} was saved as {architecture}, which transformers alone does not have: load it with eckart"
-            )
-        model, tokenizer = load(source, family, torch.float32)
+        model, tokenizer = load(source, saved_class(source), torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{source} cannot be loaded: {error}") from error
     names, narrowed = list(factorized(model)), narrowed_shapes(model)

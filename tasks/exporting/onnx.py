@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
 from eckart.calibration.losses import Batch
+from eckart.model.hf_format import plain_config
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import UNLOADABLE, load
+from tasks.models.model_io import UNLOADABLE, load, saved_class
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
 
@@ -26,6 +26,23 @@ _BATCH = 32  # examples per batch
 # The same maximum for language models, whose examples are blocks. They are run one by one, since each token has logits
 # for the whole vocabulary.
 _BLOCKS: Mapping[Split, int] = {"test": 8, "calibration": 16}
+
+_IN_FOLDER = {"onnx/model.onnx": False, "onnx/model_quantized.onnx": True}
+"""Files of an exported folder, by the names that optimum and transformers.js look for → whether weights are int8."""
+_NOTE = """\
+# ONNX model
+
+| file | weights |
+|---|---|
+| `onnx/model.onnx` | float32 |
+| `onnx/model_quantized.onnx` | int8 |
+
+Both run fastest if onnxruntime does not fuse layer norms with sums:
+
+```python
+onnxruntime.InferenceSession("onnx/model_quantized.onnx", disabled_optimizers=["SkipLayerNormFusion"])
+```
+"""
 
 
 def export_model(name: str, source: Path) -> None:
@@ -104,32 +121,76 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     """
     if file.suffix != ".onnx" or file.is_dir():
         raise StageError(f"{file}: write a file name that ends with .onnx")
-    folder = folder_of(name)
-    quiet()
-    task = load_task() if (SPLITS / "task.json").exists() else None
-    auto_class = (kind_of(task) if task else NlpTask).auto_class
-    try:
-        model, tokenizer = load(folder, getattr(transformers, auto_class), torch.float32)
-    except UNLOADABLE as error:
-        raise StageError(f"{folder} cannot be loaded: {error}") from error
-    if type(model).__name__ not in (model.config.architectures or ()):
-        raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
-    test, calibration = (
-        _examples(split, task, model, tokenizer)
-        if task and folder.parent == FINETUNED and (SPLITS / f"{split}.parquet").exists()
-        else ()
-        for split in _BLOCKS
-    )
+    model, tokenizer, test, calibration = _loaded(name)
     try:
         result = onnx.export(model, tokenizer, file, test, int8, calibration)
     except onnx.ExportError as error:
-        raise StageError(str(error)) from error
+        raise StageError(f"{name}: {error}") from error
     except OSError as error:
         raise StageError(f"{file} cannot be written: {error}") from error
+    return f"{file}: {_report(result, int8)} Use it with the tokenizer in {folder_of(name)}."
+
+
+def to_onnx_folder(name: str, folder: Path) -> str:
+    """Export a model to a folder that optimum and transformers.js read: config, tokenizer and two ONNX files.
+
+    Args:
+        name: name of a candidate, or path of a Hugging Face folder.
+        folder: path of the new folder.
+
+    Returns:
+        a report for the user.
+
+    Raises:
+        StageError: there is no such model, it cannot be exported, or `folder` exists or cannot be written.
+    """
+    if folder.exists():
+        raise StageError(f"{folder} exists: name a new folder, or a file that ends with .onnx")
+    model, tokenizer, test, calibration = _loaded(name)
+    lines = []
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
+            written = Path(parent) / folder.name
+            for file, int8 in _IN_FOLDER.items():
+                result = onnx.export(model, tokenizer, written / file, test, int8, calibration)
+                lines.append(f"{file}: {_report(result, int8)}")
+            plain_config(model).save_pretrained(written)
+            tokenizer.save_pretrained(written)
+            (written / "README.md").write_text(_NOTE)
+            written.replace(folder)
+    except onnx.ExportError as error:
+        raise StageError(f"{name}: {error}") from error
+    except OSError as error:
+        raise StageError(f"{folder} cannot be written: {error}") from error
+    return "\n".join([f"{folder}: for optimum, transformers.js and onnxruntime", *lines])
+
+
+def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Batch], list[Batch]]:
+    """Load a candidate or the model in a Hugging Face folder; for a candidate, test and calibration examples, too.
+
+    Raises:
+        StageError: there is no such model, or it cannot be loaded.
+    """
+    folder = folder_of(name)
+    quiet()
+    task = load_task() if folder.parent == FINETUNED and (SPLITS / "task.json").exists() else None
+    try:
+        model, tokenizer = load(folder, kind_of(task).auto if task else saved_class(folder), torch.float32)
+    except UNLOADABLE as error:
+        raise StageError(f"{folder} cannot be loaded: {error}") from error
+    test, calibration = (
+        list(_examples(split, task, model, tokenizer)) if task and (SPLITS / f"{split}.parquet").exists() else []
+        for split in _BLOCKS
+    )
+    return model, tokenizer, test, calibration
+
+
+def _report(result: onnx.Exported, int8: bool) -> str:
     logits = "its int8 logits" if int8 else "onnxruntime's logits"
     return (
-        f"{file}: {result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
-        f"{logits} are within {result.difference:.1g} of torch's. Use it with the tokenizer in {folder}."
+        f"{result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
+        f"{logits} are within {result.difference:.1g} of torch's."
     )
 
 

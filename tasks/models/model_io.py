@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +49,21 @@ def load(
         folder, dtype=dtype, device_map=device_map, use_safetensors=True, trust_remote_code=False
     )
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def saved_class(folder: Path) -> type[PreTrainedModel]:
+    """Return the class of transformers that the model in `folder` was saved as.
+
+    Raises:
+        StageError: transformers alone has no such class.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    architecture = (config.architectures or ["no class"])[0]
+    if (family := getattr(transformers, architecture, None)) is None:
+        raise StageError(
+            f"{folder} was saved as {architecture}, which transformers alone does not have: load it with eckart"
+        )
+    return family
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -19,6 +20,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertForQuestionAnswering,
     BertForTokenClassification,
     GPT2LMHeadModel,
@@ -40,7 +42,7 @@ from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
 from tasks.artifacts.task_spec import load_split
-from tasks.exporting.onnx import to_onnx
+from tasks.exporting.onnx import to_onnx, to_onnx_folder
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
@@ -459,7 +461,9 @@ def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: 
     assert f"On {12 + MADE_UP} examples" in result.stdout  # all of the test split
     graph = onnx.load(workspace / "served/model.onnx").graph
     shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
-    assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
+    assert shapes == {
+        name: ["batch_size", "sequence_length"] for name in ("input_ids", "token_type_ids", "attention_mask")
+    }
     assert [value.name for value in graph.output] == ["logits"]
     inputs = tokenizer(load_split("test")["text"].tolist(), padding=True, return_tensors="pt")
     torch.testing.assert_close(
@@ -468,10 +472,30 @@ def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: 
 
 
 @pytest.mark.usefixtures("workspace")
+def test_a_folder_has_what_optimum_and_transformers_js_look_for() -> None:
+    folder = Path("served-0.5")
+    result = CliRunner().invoke(app, ["export", "svd-0.5", str(folder)])
+    assert result.exit_code == 0, result.output
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert not {"quantization_config", "transformers_weights"} & {*config}
+    model, tokenizer = load(Path("models/finetuned/svd-0.5"), AutoModelForSequenceClassification)
+    inputs = tokenizer(load_split("test")["text"].tolist(), padding=True, return_tensors="pt")
+    assert dict(AutoTokenizer.from_pretrained(folder)(load_split("test")["text"].tolist(), padding=True)) == {
+        name: values.tolist() for name, values in inputs.items()
+    }
+    logits = tiny.logits(model, inputs)
+    for file, difference in (("model.onnx", 1e-5), ("model_quantized.onnx", 0.05)):
+        torch.testing.assert_close(answers(folder / "onnx" / file, **inputs), logits, rtol=0, atol=difference)
+    with pytest.raises(StageError, match="exists"):
+        to_onnx_folder("svd-0.5", folder)
+
+
+@pytest.mark.usefixtures("workspace")
 def test_wrong_names_are_errors() -> None:
     for name, file, match in (
         ("svd-0.6", "model.onnx", r"^svd-0\.6 .* svd-0\.5"),
-        ("models/base/tiny", "model.onnx", r"^models/base/tiny "),
+        ("models/base/tiny", "model.onnx", r"^models/base/tiny: "),
         ("svd-0.5", "model.pt", r"^model\.pt: .*\.onnx"),
         ("svd-0.5", "params.yaml/model.onnx", r"^params\.yaml/model\.onnx "),
     ):
