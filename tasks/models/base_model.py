@@ -61,7 +61,7 @@ def load_base(params: Model, task: Task) -> Base:
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             if Path(source, "adapter_config.json").exists():
-                raise ValueError(f"it is an adapter: {MERGE_FIRST}")
+                raise ValueError(f"it holds adapters: {MERGE_FIRST}")
             config = AutoConfig.from_pretrained(source, **options)
             if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
                 raise ValueError(
