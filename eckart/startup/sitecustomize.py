@@ -24,7 +24,7 @@ class _AfterTransformers(MetaPathFinder):
         if name != "transformers":
             return None
         # Programs also look for transformers without importing it, so this finder stays until the import.
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path[sys.meta_path.index(self) + 1 :])
         spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
