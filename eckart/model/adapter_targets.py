@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -74,14 +73,18 @@ def _wrap(utilities: ModuleType) -> None:
 class _AfterImport(MetaPathFinder):
     """Finder of modules that lets others find peft's, and wraps its function when it is imported."""
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *places: Any) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)  # so that the others are asked
-        spec: Any = find_spec(name)
+        others = (finder.find_spec(name, *places) for finder in sys.meta_path[sys.meta_path.index(self) + 1 :])
+        spec: Any = next(filter(None, others), None)
+        if spec is None:
+            return None
         run = spec.loader.exec_module
 
         def run_and_wrap(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
             _wrap(module)
 

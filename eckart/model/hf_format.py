@@ -202,8 +202,9 @@ class EckartQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
         model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
-        self.quantization_config.format, self.quantization_config.quantizes = FORMAT, False
-        _guard(model)
+        _complete_biases(model)
+        describe(model)  # the layers that this model has, which are others than the folder's if it has another head
+        self.quantization_config = getattr(model.config, "quantization_config", self.quantization_config)
         # else transformers would refuse half(), float() and training without adapters, which factors allow
         model.is_quantized = self.quantization_config.quantization is not None  # type: ignore[assignment]
         self.other._process_model_after_weight_loading(model, **options)
@@ -326,6 +327,22 @@ def _tie_new_heads(model: PreTrainedModel) -> None:
         del model.all_tied_weights_keys[tied]
         if isinstance(layer, LowRankEmbedding):
             tie_head(model, head, embedding)
+
+
+def _complete_biases(model: PreTrainedModel) -> None:
+    """Give each tied head a bias of its own, which is zero if it is new.
+
+    BERT's shares one with the module around it, and only that one would be saved. transformers draws values only for
+    modules that it knows.
+    """
+    for name in tied_heads(model):
+        head = model.get_submodule(name)
+        if head.bias is None:
+            continue
+        if model.all_tied_weights_keys.pop(f"{name}.bias", None):
+            head.bias = nn.Parameter(head.get_parameter("bias").detach().clone())
+        elif not getattr(head.bias, "_is_hf_initialized", False):
+            nn.init.zeros_(head.get_parameter("bias"))
 
 
 def describe(model: PreTrainedModel) -> None:

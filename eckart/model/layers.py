@@ -111,6 +111,7 @@ class _MergedWeight(Tensor):
         return weight
 
     layer: LowRankLayer
+    detached = False
     _is_hf_initialized: bool
 
     @classmethod
@@ -122,19 +123,33 @@ class _MergedWeight(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], cls) and _CHANGING.search(name):
+        # The functions of nn.init give the tensor by name.
+        changed = [*args[:1], kwargs.get("tensor")] if _CHANGING.search(name) else [kwargs.get("out")]
+        if any(isinstance(value, cls) for value in changed):
             raise RuntimeError(
                 f"{name} would change the weight of a factorized layer, which is computed from its factors: change "
-                "these, or merge the layer first (eckart.merge)"
+                "these, or merge the layer first (eckart.model.layers.merge)"
             )
-        args, kwargs = tree_map(
-            lambda value: value.layer.merged_weight() if isinstance(value, cls) else value, (args, kwargs)
-        )
+        if func is Tensor.data_ptr:
+            raise RuntimeError(
+                "the weight of a factorized layer is computed when it is used, so it has no address: use its clone()"
+            )
+        if func == _DATA:  # a copy would let code change it without effect
+            weight = cls(args[0].layer, args[0].layer.first_weight)
+            weight.detached = True
+            return weight
+        args, kwargs = tree_map(lambda value: value.computed() if isinstance(value, cls) else value, (args, kwargs))
         return func(*args, **kwargs)
+
+    def computed(self) -> Tensor:
+        """Compute Ŵ, without a gradient if this is the attribute `data` of a weight."""
+        weight = self.layer.merged_weight()
+        return weight.detach() if self.detached else weight
 
 
 _CHANGING = re.compile("^__(set|setitem)__$|[^_]_$")
 """Names of torch's methods and functions that change a tensor in place."""
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _DESCRIBING = {
     getter
     for name in ("dtype", "device", "shape", "ndim", "is_meta", "is_cuda", "layout", "requires_grad", "is_sparse")
@@ -277,7 +292,7 @@ class PivotedLinear(LowRankLayer):
         pivots = self.right(x)
         # With more tokens than the rank, reordering the rows of the left factor moves fewer numbers than reordering the
         # outputs. Compiled code must suit any number of tokens, so it always takes this way.
-        if self._is_plain and (torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank):
+        if (torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank) and self._is_plain:
             return linear(pivots, self.left_factor(), self.bias)
         y = torch.cat([pivots, self.others(pivots)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +23,15 @@ class _AfterTransformers(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "transformers":
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        # Programs also look for transformers without importing it, so this finder stays until the import.
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path[sys.meta_path.index(self) + 1 :])
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 run(module)
                 _import_eckart()
 

@@ -31,10 +31,11 @@ def test_it_runs_the_commands_of_the_pipeline_here(
 
 
 def test_programs_and_their_child_processes_load_compressed_models(tmp_path: Path) -> None:
-    """The program imports no eckart, and a sitecustomize of the user's own runs as before."""
+    """The program imports no eckart, looks for transformers first, and a sitecustomize of the user's own still runs."""
     eckart.compress(tiny.bert(), tiny.batches(tiny.samples(4), 4), 0.5, "svd").model.save_pretrained(tmp_path / "small")
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own = True")
-    load = f"own; from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path / 'small')!r})"
+    load = "own; from importlib.util import find_spec; assert find_spec('transformers'); "
+    load += f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path / 'small')!r})"
     child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {load!r}]).returncode)"
     command = [sys.executable, str(REPOSITORY / "eckart_command.py")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

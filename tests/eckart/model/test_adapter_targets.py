@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ def test_names_of_dense_layers_stay_as_they_were_written() -> None:
 
 
 def test_peft_is_changed_as_soon_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package has the two functions that count."""
+    """Also if a program looked for it before. A stand-in for the package has the two functions that count."""
     code = "def _maybe_include_all_linear_layers(peft_config, model):\n    return peft_config\n"
     code += "def check_target_module_exists(config, key):\n    return key in config.target_modules\n"
     for folder in (tmp_path / "peft", tmp_path / "peft" / "tuners"):
@@ -79,6 +80,7 @@ def test_peft_is_changed_as_soon_as_it_is_imported(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     importlib.reload(adapter_targets)
+    assert find_spec("peft.tuners.tuners_utils")
     utilities = importlib.import_module("peft.tuners.tuners_utils")
     config = SimpleNamespace(target_modules={"a"})
     low = tiny.factorize_layer(layers := tiny.LinearLayers((6, 5)), "a", 2)

@@ -99,10 +99,21 @@ def test_the_weight_is_the_product_as_the_dense_module_stores_it(build: Callable
     layer.weight.square().sum().backward()
     (expected,) = torch.autograd.grad(product.square().sum(), [layer.left.weight])
     torch.testing.assert_close(layer.left.weight.grad, expected)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="factors"):
-        layer.weight.add_(1)
+    assert torch.equal(layer.weight.data, product)
+    assert not layer.weight.data.clone().requires_grad
+    changes: list[Callable[[Tensor], object]] = [
+        lambda weight: weight.add_(1),
+        lambda weight: weight.data.add_(1),
+        lambda weight: nn.init.zeros_(weight),
+        lambda weight: torch.add(product, 1, out=weight),
+    ]
+    for change in changes:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="factors"):
+            change(layer.weight)
     with pytest.raises(RuntimeError, match="factors"):
         layer.weight.data += 1
+    with pytest.raises(RuntimeError, match="clone"):
+        layer.weight.data_ptr()  # of memory that would be free again
 
 
 @pytest.mark.parametrize(

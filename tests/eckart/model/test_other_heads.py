@@ -64,6 +64,10 @@ def assert_loads_as_dense(
     expected, found = outputs(dense, read), outputs(compressed, read)
     assert expected
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    compressed.save_pretrained(folder / "again")
+    again, of_again = family.from_pretrained(folder / "again", **told)
+    assert not of_again["missing_keys"]
+    torch.testing.assert_close(outputs(again, read), found)
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], Collection[str]]] = {
@@ -134,6 +138,35 @@ def test_a_new_head_is_tied_to_the_factors_of_the_embedding(stored: str, tmp_pat
     save(causal, tmp_path / "second")
     read = {"input_ids": batch["input_ids"]}
     tiny.assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second"), causal, read)
+
+
+def test_the_bias_of_a_new_tied_head_is_zero_and_that_of_a_saved_one_is_read(tmp_path: Path) -> None:
+    model = tiny.of("ElectraModel", **tiny.LAYERS, **tiny.LENGTH, embedding_size=16)()
+    tiny.factorize_layer(model, "embeddings.word_embeddings", 4)
+    save(model, tmp_path / "first")
+    for folder in ("first", "second"):
+        head = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / folder)
+        assert tied_heads(head) == {"generator_lm_head": "electra.embeddings.word_embeddings"}
+        bias = head.generator_lm_head.bias
+        assert bias.eq(0.0 if folder == "first" else 7.0).all()
+        nn.init.constant_(bias, 7.0)
+        head.save_pretrained(tmp_path / "second")
+
+
+@pytest.mark.parametrize("stored", ["factors", "pivoted", "rows"])
+def test_a_layer_that_another_head_did_not_need_is_new_and_dense_afterwards(stored: str, tmp_path: Path) -> None:
+    """As factors without values it could not be drawn anew."""
+    model = tiny.bert()
+    tiny.factorize_layer(model, "bert.pooler.dense", 1, slice(0, 2) if stored == "rows" else None)
+    if stored == "pivoted":
+        pivot(model)
+    save(model, tmp_path / "first")
+    transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "first").save_pretrained(
+        tmp_path / "second"
+    )
+    back = transformers.AutoModel.from_pretrained(tmp_path / "second")
+    assert type(back.pooler.dense) is nn.Linear
+    assert outputs(back, {"input_ids": tiny.collate(tiny.samples(4))["input_ids"]})[1].isfinite().all()
 
 
 @pytest.mark.parametrize("load", [True, False], ids=["loaded", "not saved"])
