@@ -13,15 +13,13 @@ peft asks for no such thing, so its function that completes a config is wrapped,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from eckart.after_import import call_after_import
 from eckart.model.layers import LowRankLayer, PlainLinear
 
 _MODULE = "peft.tuners.tuners_utils"
@@ -70,29 +68,4 @@ def _wrap(utilities: ModuleType) -> None:
     setattr(utilities, _FUNCTION, complete_with_factors)
 
 
-class _AfterImport(MetaPathFinder):
-    """Finder of modules that lets others find peft's, and wraps its function when it is imported."""
-
-    def find_spec(self, name: str, *places: Any) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        others = (finder.find_spec(name, *places) for finder in sys.meta_path[sys.meta_path.index(self) + 1 :])
-        spec: Any = next(filter(None, others), None)
-        if spec is None:
-            return None
-        run = spec.loader.exec_module
-
-        def run_and_wrap(module: ModuleType) -> None:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            run(module)
-            _wrap(module)
-
-        spec.loader.exec_module = run_and_wrap
-        return spec
-
-
-if _MODULE in sys.modules:
-    _wrap(sys.modules[_MODULE])
-else:
-    sys.meta_path.insert(0, _AfterImport())
+call_after_import(_MODULE, _wrap)

@@ -7,39 +7,15 @@ path. Programs that never import transformers lose no time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-
-class _AfterTransformers(MetaPathFinder):
-    """Finder that lets the first import of transformers end with the import of eckart."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "transformers":
-            return None
-        # Programs also look for transformers without importing it, so this finder stays until the import.
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path[sys.meta_path.index(self) + 1 :])
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                run(module)
-                _import_eckart()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+_OWN = Path(__file__).resolve().parent
 
 
-def _import_eckart() -> None:
+def _import_eckart(_: ModuleType) -> None:
     try:
         import eckart  # noqa: F401
     except ModuleNotFoundError as error:
@@ -50,11 +26,19 @@ def _import_eckart() -> None:
 
 def _run_hidden() -> None:
     """Run the module with this name that stands further back on the path, which this one hides, if there is one."""
-    own = Path(__file__).resolve().parent
-    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if Path(folder).resolve() != own])
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(module_from_spec(spec))
+    _run(PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if Path(folder).resolve() != _OWN]))
 
 
-sys.meta_path.insert(0, _AfterTransformers())
+def _run(spec: ModuleSpec | None) -> ModuleType | None:
+    if spec is None or spec.loader is None:
+        return None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# from its file, since `import eckart.after_import` would first run eckart/__init__.py, which imports torch
+_hook = _run(spec_from_file_location("after_import", _OWN.parent / "after_import.py"))
+assert _hook
+_hook.call_after_import("transformers", _import_eckart)
 _run_hidden()
