@@ -57,19 +57,23 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	touch $@
 
-$(CLIENTS)/ready: $(READY) pyproject.toml
-	$(PYTHON) -m venv $(CLIENTS)
-	@# It sees the packages of $(VENV), which pip then takes as installed.
+$(CLIENTS)/ready: $(READY) requirements-clients.lock
+	$(PYTHON) -m venv --without-pip $(CLIENTS)
+	@# It sees the packages of $(VENV).
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 		$$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/environment.pth
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[clients]'
+	$(BIN)/python -m pip --python $(CLIENTS)/bin/python install --quiet --disable-pip-version-check --no-deps \
+		--requirement requirements-clients.lock --editable .
 	touch $@
 
-lock:  ## resolve the version ranges of pyproject.toml into requirements.lock
+lock:  ## resolve the version ranges of pyproject.toml into requirements.lock and requirements-clients.lock
 	$(PYTHON) -m venv $(VENV)-lock
 	@# For Debian 12 with Python 3.11.2: later versions of soupsieve need 3.11.5, and redis needs async-timeout.
 	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 'soupsieve<3' async-timeout '.[pipeline,onnx,cluster,team,lm-eval,docs,dev]'
 	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
+	$(VENV)-lock/bin/python -m pip install --quiet '.[clients]'
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' \
+		| grep --invert-match --line-regexp --fixed-strings --file requirements.lock > requirements-clients.lock
 	rm -rf $(VENV)-lock
 
 clean:  ## remove the environment and tool caches; keep data, models and reports
