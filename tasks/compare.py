@@ -37,7 +37,7 @@ def compare() -> None:
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
     CHOICE.write_text(chosen(results).model_dump_json(indent=2))
-    METRICS.write_text(json.dumps(compared(results), indent=2))
+    METRICS.write_text(json.dumps(compared(results), indent=2) + "\n")
     TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():

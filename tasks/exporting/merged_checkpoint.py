@@ -5,7 +5,6 @@ It is as large as the original model, unless all MLPs are narrowed and one numbe
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge, narrowed_shapes
 from eckart.model.module_context import eval_mode
 from eckart.model.plain_widths import restore_plain_widths
-from tasks.exporting.onnx import folder_of
+from tasks.exporting.folders import folder_of, new_folder
 from tasks.models.model_io import UNLOADABLE, load, random_inputs, saved_class
 from tasks.runtime.stage_runner import StageError, quiet
 
@@ -61,15 +60,9 @@ def to_plain(name: str, folder: Path) -> str:
     fuse(model)
     attribute = restore_plain_widths(model) if narrowed else None
     difference = _difference(expected, _outputs(model, inputs))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
-            written = Path(parent) / folder.name
-            save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
-            tokenizer.save_pretrained(written)
-            written.replace(folder)
-    except OSError as error:
-        raise StageError(f"{folder} cannot be written: {error}") from error
+    with new_folder(folder) as written:
+        save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(written)
     widths = ""
     if narrowed:
         width = f"{attribute} = {getattr(model.config, attribute)}" if attribute else "their former width"

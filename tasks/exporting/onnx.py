@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
 from tasks.data.loading import batches, encoded
+from tasks.exporting.folders import folder_of, new_folder
 from tasks.models.model_io import UNLOADABLE, load, saved_class
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
@@ -149,20 +149,15 @@ def to_onnx_folder(name: str, folder: Path) -> str:
     model, tokenizer, test, calibration = _loaded(name)
     lines = []
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
-            written = Path(parent) / folder.name
+        with new_folder(folder) as written:
             for file, int8 in _IN_FOLDER.items():
                 result = onnx.export(model, tokenizer, written / file, test, int8, calibration)
                 lines.append(f"{file}: {_report(result, int8)}")
             plain_config(model).save_pretrained(written)
             tokenizer.save_pretrained(written)
             (written / "README.md").write_text(_NOTE)
-            written.replace(folder)
     except onnx.ExportError as error:
         raise StageError(f"{name}: {error}") from error
-    except OSError as error:
-        raise StageError(f"{folder} cannot be written: {error}") from error
     return "\n".join([f"{folder}: for optimum, transformers.js and onnxruntime", *lines])
 
 
@@ -192,22 +187,6 @@ def _report(result: onnx.Exported, int8: bool) -> str:
         f"{result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
         f"{logits} are within {result.difference:.1g} of torch's."
     )
-
-
-def folder_of(name: str) -> Path:
-    """Return the folder of the candidate `name`; if there is none, the Hugging Face folder at the path `name`.
-
-    Raises:
-        StageError: neither exists.
-    """
-    candidate, path = FINETUNED / name, Path(name)
-    if (candidate / "config.json").exists():
-        return candidate
-    if (path / "config.json").exists():
-        return path
-    candidates = sorted(folder.parent.name for folder in FINETUNED.glob("*/config.json"))
-    advice = f"write one of {', '.join(candidates)}" if candidates else f"{FINETUNED} has none: run `eckart run` first"
-    raise StageError(f"{name} is neither a candidate nor a Hugging Face folder: {advice}")
 
 
 def _examples(split: Split, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
