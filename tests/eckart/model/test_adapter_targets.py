@@ -6,7 +6,7 @@ import importlib
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +75,10 @@ def test_peft_is_changed_as_soon_as_it_is_imported(tmp_path: Path, monkeypatch: 
         folder.mkdir()
         (folder / "__init__.py").write_text("")
     (tmp_path / "peft" / "tuners" / "tuners_utils.py").write_text(code)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
-        monkeypatch.delitem(sys.modules, name)
+    stand_in = {"peft", "peft.tuners", "peft.tuners.tuners_utils"}
+    for name in stand_in.union(name for name in sys.modules if name.partition(".")[0] == "peft"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that the end of the test removes or restores it
+        del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     importlib.reload(adapter_targets)
@@ -87,5 +89,3 @@ def test_peft_is_changed_as_soon_as_it_is_imported(tmp_path: Path, monkeypatch: 
     assert isinstance(low, nn.Module)
     utilities._maybe_include_all_linear_layers(config, layers)
     assert config.target_modules == {"a.right", "a.left"}
-    for name in ("peft", "peft.tuners", "peft.tuners.tuners_utils"):
-        monkeypatch.delitem(sys.modules, name)
