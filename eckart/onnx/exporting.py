@@ -98,6 +98,48 @@ def export(
     Raises:
         ExportError: a package is missing, the model cannot be exported, or the outputs differ.
     """
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
+        exact, rounded = (Path(folder) / weights / file.name for weights in ("float32", "int8"))
+        files = (exact, rounded) if int8 else (exact,)
+        exported = export_files(model, tokenizer, files, batches, calibration)[-1]
+        _move(files[-1], file)
+    return exported
+
+
+def export_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Sequence[Path],
+    batches: Iterable[Batch] = (),
+    calibration: Iterable[Batch] = (),
+) -> list[Exported]:
+    """Export `model` as `export` does, but to new files that remain if an error occurs.
+
+    Args:
+        files: file with float32 weights; if there is a second one, it gets the same graph with int8 weights.
+    """
+    _check(model)
+    model.eval()
+    texts = list(_random_texts(model, tokenizer))
+    compared, sample = [*texts, *batches], _with_cache(model, texts[0])
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    exact, *others = files
+    parameters = _write(model, sample, exact)
+    differences = [_compare(model, exact, sample, compared)]
+    for rounded in others:
+        from eckart.onnx.int8 import quantize  # needs the extra
+
+        quantize(exact, rounded, list(calibration) or texts)
+        differences.append(_compare(model, rounded, sample, compared, same=False))
+    sizes = [sum(part.stat().st_size for part in (file, weights_of(file)) if part.exists()) for file in files]
+    return [Exported(parameters, *found) for found in zip(sizes, *zip(*differences, strict=True), strict=True)]
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise ExportError if `model` cannot be exported here."""
     if model.config.is_encoder_decoder and model.can_generate():
         raise ExportError(
             f"a {type(model).__name__} generates with an encoder, a decoder and a cache, which need several graphs: "
@@ -112,26 +154,6 @@ def export(
         raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")
     if model.dtype != torch.float32:
         raise ExportError(f"the model is in {model.dtype}: load it with dtype=torch.float32")
-    file = Path(file)
-    model.eval()
-    texts = list(_random_texts(model, tokenizer))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
-        written = Path(folder) / file.name
-        sample = _with_cache(model, texts[0])
-        parameters = _write(model, sample, written)
-        compared = [*texts, *batches]
-        examples, difference = _compare(model, written, sample, compared)
-        if int8:
-            from eckart.onnx.int8 import quantize  # needs the extra
-
-            exact, written = written, Path(folder) / "int8" / file.name
-            written.parent.mkdir()
-            quantize(exact, written, list(calibration) or texts)
-            examples, difference = _compare(model, written, sample, compared, same=False)
-        size = sum(part.stat().st_size for part in written.parent.iterdir())
-        _move(written, file)
-    return Exported(parameters, size, examples, difference)
 
 
 class _Logits(nn.Module):

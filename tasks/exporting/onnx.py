@@ -27,8 +27,8 @@ _BATCH = 32  # examples per batch
 # for the whole vocabulary.
 _BLOCKS: Mapping[Split, int] = {"test": 8, "calibration": 16}
 
-_IN_FOLDER = {"onnx/model.onnx": False, "onnx/model_quantized.onnx": True}
-"""Files of an exported folder, by the names that optimum and transformers.js look for → whether weights are int8."""
+_IN_FOLDER = ("onnx/model.onnx", "onnx/model_quantized.onnx")
+"""Files of an exported folder, in float32 and int8, by the names that optimum and transformers.js look for."""
 _NOTE = """\
 # ONNX model
 
@@ -85,20 +85,15 @@ def export_and_score(
     files: dict[Runtime, ExportedFile] = {}
     predictions: dict[str, Predictions] = {}
     try:
-        test = _examples("test", scorer.task, model, tokenizer)
-        onnx.export(model, tokenizer, folder / ONNX_FILES["onnx"], test)
-        from eckart.onnx.int8 import quantize  # needs eckart[onnx], which `onnx.export` has checked
-
-        sample = _examples("calibration", scorer.task, model, tokenizer)
-        quantize(folder / ONNX_FILES["onnx"], folder / ONNX_FILES["int8"], sample)
-        for runtime, file in ONNX_FILES.items():
-            onnx.answer_by(model, onnx.runner(folder / file, torch.get_num_threads()))
+        test, calibration = (_examples(split, scorer.task, model, tokenizer) for split in _BLOCKS)
+        paths = [folder / file for file in ONNX_FILES.values()]
+        exported = onnx.export_files(model, tokenizer, paths, test, calibration)
+        for runtime, file, result in zip(ONNX_FILES, paths, exported, strict=True):
+            onnx.answer_by(model, onnx.runner(file, torch.get_num_threads()))
             said = f"{name} in {runtime}"
             scored = scorer.score_on("test", model, tokenizer, said)
             texts = scorer.on_texts(model, tokenizer, said)
-            parts = folder.glob(f"{file}*")  # the weights of large models are in files beside the ONNX file
-            size = sum(part.stat().st_size for part in parts)
-            files[runtime] = ExportedFile(score=scored.score, bytes=size, texts=texts)
+            files[runtime] = ExportedFile(score=scored.score, bytes=result.bytes, texts=texts)
             predictions[runtime] = {"test": scored.predictions}
     except onnx.ExportError as error:
         raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
@@ -128,7 +123,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{name}: {error}") from error
     except OSError as error:
         raise StageError(f"{file} cannot be written: {error}") from error
-    return f"{file}: {_report(result, int8)} Use it with the tokenizer in {folder_of(name)}."
+    return f"{file}: {_report(result)} Use it with the tokenizer in {folder_of(name)}."
 
 
 def to_onnx_folder(name: str, folder: Path) -> str:
@@ -147,17 +142,15 @@ def to_onnx_folder(name: str, folder: Path) -> str:
     if folder.exists():
         raise StageError(f"{folder} exists: name a new folder, or a file that ends with .onnx")
     model, tokenizer, test, calibration = _loaded(name)
-    lines = []
     try:
         with new_folder(folder) as written:
-            for file, int8 in _IN_FOLDER.items():
-                result = onnx.export(model, tokenizer, written / file, test, int8, calibration)
-                lines.append(f"{file}: {_report(result, int8)}")
+            exported = onnx.export_files(model, tokenizer, [written / file for file in _IN_FOLDER], test, calibration)
             plain_config(model).save_pretrained(written)
             tokenizer.save_pretrained(written)
             (written / "README.md").write_text(_NOTE)
     except onnx.ExportError as error:
         raise StageError(f"{name}: {error}") from error
+    lines = [f"{file}: {_report(result)}" for file, result in zip(_IN_FOLDER, exported, strict=True)]
     return "\n".join([f"{folder}: for optimum, transformers.js and onnxruntime", *lines])
 
 
@@ -181,11 +174,10 @@ def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[B
     return model, tokenizer, test, calibration
 
 
-def _report(result: onnx.Exported, int8: bool) -> str:
-    logits = "its int8 logits" if int8 else "onnxruntime's logits"
+def _report(result: onnx.Exported) -> str:
     return (
         f"{result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
-        f"{logits} are within {result.difference:.1g} of torch's."
+        f"its logits are within {result.difference:.1g} of torch's."
     )
 
 
