@@ -19,7 +19,8 @@ run: $(READY)  ## run the study that params.yaml describes
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-clients: $(CLIENTS)/ready  ## install tools of others beside the environment, and try them on compressed models: a minute
+# transformers.js is tried where npm is.
+clients: $(CLIENTS)/ready $(CLIENTS)/optimum $(if $(shell command -v npm),$(CLIENTS)/node_modules)  ## install tools of others beside the environment, and try them on compressed models: a minute
 	$(CLIENTS)/bin/python -m pytest tests/clients
 
 bench: $(READY)  ## measure the study of this folder and write docs/results/benchmarks.md: some minutes, alone on the machine
@@ -66,7 +67,20 @@ $(CLIENTS)/ready: $(READY) requirements-clients.lock
 		--requirement requirements-clients.lock --editable .
 	touch $@
 
-lock:  ## resolve the version ranges of pyproject.toml into requirements.lock and requirements-clients.lock
+$(CLIENTS)/optimum: $(READY) requirements-optimum.lock
+	@# It needs transformers 4, so it goes where only its own test looks.
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ \
+		--requirement requirements-optimum.lock
+
+$(CLIENTS)/node_modules: tests/clients/package-lock.json
+	mkdir -p $(CLIENTS)
+	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
+	@# Without scripts, one of which would fetch CUDA libraries.
+	npm ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
+
+lock:  ## resolve the version ranges of pyproject.toml into requirements.lock and requirements-clients.lock, and of optimum-onnx
 	$(PYTHON) -m venv $(VENV)-lock
 	@# For Debian 12 with Python 3.11.2: later versions of soupsieve need 3.11.5, and redis needs async-timeout.
 	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 'soupsieve<3' async-timeout '.[pipeline,onnx,cluster,team,lm-eval,docs,dev]'
@@ -74,6 +88,9 @@ lock:  ## resolve the version ranges of pyproject.toml into requirements.lock an
 	$(VENV)-lock/bin/python -m pip install --quiet '.[clients]'
 	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' \
 		| grep --invert-match --line-regexp --fixed-strings --file requirements.lock > requirements-clients.lock
+	$(VENV)-lock/bin/python -m pip install --quiet optimum-onnx
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' | grep --invert-match --line-regexp \
+		--fixed-strings --file requirements.lock --file requirements-clients.lock > requirements-optimum.lock
 	rm -rf $(VENV)-lock
 
 clean:  ## remove the environment and tool caches; keep data, models and reports

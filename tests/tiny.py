@@ -81,8 +81,8 @@ FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
 # --- texts and classes -----------------------------------------------------------------------------------------------
 
 
-def words() -> PreTrainedTokenizerBase:
-    """Return a tokenizer with one word for each token id of the tiny models.
+def words(**options: Any) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with one word for each token id of the tiny models, and with these options.
 
     It returns ids and a mask but no token types, as tokenizers of decoders do.
     """
@@ -91,7 +91,7 @@ def words() -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = Whitespace()
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names, **options
     )
 
 

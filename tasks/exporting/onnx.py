@@ -37,10 +37,17 @@ _NOTE = """\
 | `onnx/model.onnx` | float32 |
 | `onnx/model_quantized.onnx` | int8 |
 
-Both run fastest if onnxruntime does not fuse layer norms with sums:
+The int8 file runs fastest if onnxruntime does not fuse layer norms with sums. Else the defaults are best.
 
 ```python
-onnxruntime.InferenceSession("onnx/model_quantized.onnx", disabled_optimizers=["SkipLayerNormFusion"])
+options = onnxruntime.SessionOptions()  # optimum: from_pretrained(…, session_options=options)
+options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
+onnxruntime.InferenceSession("onnx/model_quantized.onnx", options)
+```
+
+```js
+const extra = { optimization: { disable_specified_optimizers: 'SkipLayerNormFusion' } };
+await pipeline(task, folder, { dtype: 'q8', session_options: { extra } });   // transformers.js in Node
 ```
 """
 
@@ -147,6 +154,9 @@ def to_onnx_folder(name: str, folder: Path) -> str:
             exported = onnx.export_files(model, tokenizer, [written / file for file in _IN_FOLDER], test, calibration)
             plain_config(model).save_pretrained(written)
             tokenizer.save_pretrained(written)
+            saved = written / "tokenizer_config.json"
+            # optimum's transformers 4 has only the older of two names of this class
+            saved.write_text(saved.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
             (written / "README.md").write_text(_NOTE)
     except onnx.ExportError as error:
         raise StageError(f"{name}: {error}") from error
