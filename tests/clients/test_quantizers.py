@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import (
 
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, parts_of_layers
-from tests.clients.conftest import distance, logits, small
+from tests.clients.conftest import RANK, distance, logits, small
 
 HEAD = "classifier"
 INT8, INT4 = 0.15, 0.9
@@ -37,6 +38,14 @@ def torchao(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     quantization = pytest.importorskip("torchao.quantization")
     int4 = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig() if bits == 8 else int4, filter_fn=is_layer)
+    return model
+
+
+def torchao_packed(model: PreTrainedModel, _: int) -> PreTrainedModel:
+    """In int4, two weights to a byte."""
+    prototype = pytest.importorskip("torchao.prototype.quantization.int4")
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, prototype.PrototypeInt4WeightOnlyConfig(group_size=RANK), filter_fn=is_layer)
     return model
 
 
@@ -62,8 +71,9 @@ def size(model: nn.Module) -> int:
     return file.tell()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("quantize", [torchao, quanto, hqq])
+@pytest.mark.parametrize(
+    ("quantize", "bits"), [*itertools.product([torchao, quanto, hqq], [8, 4]), (torchao_packed, 4)]
+)
 def test_a_tool_quantizes_every_factor(quantize: Any, bits: int, compressed: PreTrainedModel) -> None:
     found = quantize(copy.deepcopy(compressed), bits)
     for name in parts_of_layers(compressed):
