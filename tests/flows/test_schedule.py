@@ -22,7 +22,7 @@ from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Crashed, Failed, Late, Scheduled, State
+from prefect.states import Cancelling, Crashed, Failed, Late, Scheduled, State
 from typer.testing import CliRunner
 
 from flows import schedule
@@ -32,8 +32,9 @@ from flows.environment import settings
 from flows.servers import notifications
 from flows.study import study as study_flow
 from flows.workspace import deployment_owner
+from tests.flows.forked import gone
 from tests.flows.servers import free_port, sink, until
-from tests.flows.toy import ENVIRONMENT, Study
+from tests.flows.toy import ENVIRONMENT, Study, begun, noted, noting
 from tests.workspace import tiny_params, write_params
 
 NOTHING = {"least_speedup": 1e9}
@@ -43,8 +44,9 @@ NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Cr
 
 @pytest.fixture(scope="module")
 def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of which another number of repetitions makes two stages stale."""
+    """A finished study of which another number of repetitions makes two stages stale; the benchmark takes notes."""
     root = study.copied(tmp_path_factory.mktemp("scheduled") / "workspace")
+    noting(root / "tasks/benchmark.py", "benchmark")
     write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=NOTHING, benchmark={"repetitions": 7}))
     return root
 
@@ -118,6 +120,19 @@ def began(run: FlowRun) -> datetime:
 
 def said(run: FlowRun) -> str | None:
     return run.state.message if run.state else None
+
+
+def test_a_canceled_run_and_its_stages_end(served: SyncPrefectClient, workspace: Path) -> None:
+    hold = workspace / "hold-benchmark"
+    hold.touch()
+    run = served.create_flow_run_from_deployment(served.read_deployment_by_name("study/nightly").id).id
+    until(lambda: begun(workspace, "benchmark"))
+    served.set_flow_run_state(run, Cancelling(), force=True)  # as Prefect's page does
+    assert ended(served, run).state_type == StateType.CANCELLED
+    assert gone([int((workspace / "pid-benchmark").read_text())])
+    hold.unlink()
+    assert noted(workspace) == ["benchmark begins"]
+    served.delete_flow_run(run)
 
 
 def test_runs_come_one_after_the_other_and_do_what_changed(
