@@ -66,9 +66,8 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        cause = " ".join(redact(str(error)).split())
         raise RegistryError(
-            f"the model registry at {_place()} failed: {cause}. Run again when it works: "
+            f"the model registry at {_place()} failed: {database.cause(error)}. Run again when it works: "
             "the next run finishes or undoes what was begun"
         ) from error
 

@@ -122,19 +122,6 @@ def said(run: FlowRun) -> str | None:
     return run.state.message if run.state else None
 
 
-def test_a_canceled_run_and_its_stages_end(served: SyncPrefectClient, workspace: Path) -> None:
-    hold = workspace / "hold-benchmark"
-    hold.touch()
-    run = served.create_flow_run_from_deployment(served.read_deployment_by_name("study/nightly").id).id
-    until(lambda: begun(workspace, "benchmark"))
-    served.set_flow_run_state(run, Cancelling(), force=True)  # as Prefect's page does
-    assert ended(served, run).state_type == StateType.CANCELLED
-    assert gone([int((workspace / "pid-benchmark").read_text())])
-    hold.unlink()
-    assert noted(workspace) == ["benchmark begins"]
-    served.delete_flow_run(run)
-
-
 def test_runs_come_one_after_the_other_and_do_what_changed(
     served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
@@ -169,6 +156,20 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert {table.flow_run_id for table in tables} == {first.id, second.id}
     assert all("svd-0.5" in str(table.data) for table in tables)
     assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(table.description) for table in tables)
+
+
+def test_a_canceled_run_and_its_stages_end(served: SyncPrefectClient, workspace: Path) -> None:
+    write_params(workspace, tiny_params(study={"recipes": ["svd"]}, benchmark={"repetitions": 8}))
+    (workspace / "ran.log").unlink(missing_ok=True)
+    hold = workspace / "hold-benchmark"
+    hold.touch()
+    run = served.create_flow_run_from_deployment(served.read_deployment_by_name("study/nightly").id).id
+    until(lambda: begun(workspace, "benchmark"))
+    served.set_flow_run_state(run, Cancelling(), force=True)  # as Prefect's page does
+    assert ended(served, run).state_type == StateType.CANCELLED
+    assert gone([int((workspace / "pid-benchmark").read_text())])
+    hold.unlink()
+    assert noted(workspace) == ["benchmark begins"]
 
 
 def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:

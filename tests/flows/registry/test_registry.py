@@ -36,6 +36,7 @@ from flows.registry.versions import (
     connected,
 )
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
+from tests.flows.servers import one_answer
 from tests.workspace import REPOSITORY, a_task
 
 PASSWORD = "user:hush@127.0.0.1"  # nobody listens there at port 9
@@ -215,6 +216,18 @@ def test_a_registry_that_fails_is_an_error_without_a_password(
     with pytest.raises(RegistryError, match=named) as caught, connected("m"):
         pass
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "named"), [(401, r"\bMLFLOW_TRACKING_PASSWORD\b"), (403, r"\bMANAGE\b"), (404, r"\b404\b")]
+)
+def test_a_user_whom_the_server_refuses_is_told_what_to_do(
+    status: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_answer(status) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(RegistryError, match=named), connected("m"):
+            pass
 
 
 def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
