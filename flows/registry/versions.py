@@ -67,7 +67,7 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise RegistryError(
-            f"the model registry at {_place()} failed: {database.cause(error)}. Run again when it works: "
+            f"the model registry at {_place()} failed: {database.message_of(error)}. Run again when it works: "
             "the next run finishes or undoes what was begun"
         ) from error
 

@@ -50,7 +50,7 @@ def _own() -> str:
     return f"sqlite:///{FILE.resolve()}"
 
 
-def cause(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error of MLflow as one line without passwords, and what to do if a user was refused."""
     message = " ".join(redact(str(error)).split())
     remedy = _REFUSED.get(getattr(error, "error_code", ""))  # of an MlflowException, whose import is slow

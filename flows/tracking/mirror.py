@@ -76,8 +76,8 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
             method(self, *args, **kwargs)
         except Exception as error:  # a store may raise any error, and none may stop the study
             self.down = True
-            cause = database.cause(error)
-            log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", cause)
+            message = database.message_of(error)
+            log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", message)
 
     return forgiving
 
