@@ -50,6 +50,7 @@ ROLLED_BACK = "eckart.rolled_back"
 """Tag: when the version was rolled back, so that its predecessor became the champion again."""
 
 _PENDING = "pending"
+_TRIAL = "eckart.trial"
 _SQLITE = "sqlite:///"
 
 
@@ -287,6 +288,8 @@ class Registry:
         Raises:
             SmokeFailed: the version does not answer. The previous champion, if there was one, is the champion again.
         """
+        self.mark(number, {_TRIAL: "deleted at once"})
+        self._unmark(number, _TRIAL)  # a user who may not delete is refused now, not after the champion was moved
         self.mark(number, {SMOKE: _PENDING})
         if self.aliases().get(CHAMPION) != (str(before.version) if before else None):
             return False
