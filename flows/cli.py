@@ -330,7 +330,7 @@ def _print_comparison(file: Path) -> None:
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
-    from prefect.exceptions import CancelledRun, Pause, UnfinishedRun
+    from prefect.exceptions import Pause
 
     from flows.display import terminal
     from flows.engine.stage_processes import terminable  # slow imports, needed only if there is something to run
@@ -343,10 +343,10 @@ def _by_prefect(options: Options) -> list[Outcome]:
         prefect_server.use_temporary()
         try:
             return study(**options.parameters())
-        except (CancelledRun, Pause, UnfinishedRun) as error:
+        except Pause as error:
             raise EckartError(
-                "somebody canceled or paused this run on Prefect's page, which stops only runs of `eckart serve` and "
-                "of work pools: its stages have ended as usual. Run again to see the results"
+                "the stages have ended, but a program forced Prefect's server to show this run as paused, which only a "
+                "run of a deployment can be: run again to see the results"
             ) from error
 
 

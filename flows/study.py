@@ -4,13 +4,13 @@
 # names.
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import UUID
 
 import httpx
 from prefect import allow_failure, flow, get_run_logger, task
@@ -20,7 +20,7 @@ from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed, State
+from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -30,7 +30,7 @@ from flows.display.progress import Progress, roughly
 from flows.engine import hang_detection, nothing_to_do, stage_processes, stage_results, stages, torch_questions
 from flows.engine.run_options import Options
 from flows.engine.stages import Outcome, Planned, StageChanged
-from flows.environment import crashed_runs, settings
+from flows.environment import canceled_runs, crashed_runs, settings
 from flows.environment.redaction import keep_out, redact
 from flows.tracking import database
 from flows.workspace import deployment_owner, installation
@@ -40,10 +40,8 @@ from tasks.report.numbers import counted
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
 
-if "PREFECT__FLOW_RUN_ID" in os.environ:
-    # Prefect started this process for a run of a deployment. Before it calls the flow, it logs the address of its
-    # server, which may contain a password.
-    keep_out()
+if canceled_runs.has_runner():
+    keep_out()  # before it calls the flow, Prefect logs the address of its server, which may contain a password
 
 
 def _has_begun(record: logging.LogRecord) -> bool:
@@ -83,13 +81,18 @@ class StudyChanged(StudyFailed):
     """Some stages failed, all because their data, parameters or code changed while the study ran."""
 
 
+class StudyCanceled(EckartError):
+    """Somebody canceled the run on Prefect's page before all stages were finished."""
+
+
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
 def stage(
     planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror", progress: Progress
 ) -> State[Outcome]:
     """Bring one stage up to date.
 
-    The returned state is named Cached, Restored or Executed, as the status of the outcome, or else Failed or Changed.
+    The returned state is named Cached, Restored or Executed, as the status of the outcome, or else Failed, Changed or
+    Cancelled.
     """
     log = get_run_logger()
 
@@ -108,6 +111,8 @@ def stage(
     try:
         outcome = stages.run(planned, execute_here)
     except (EckartError, OSError) as error:
+        if stage_processes.flow_has_ended():
+            return Cancelled(message="It ended with the run.")
         progress.failed(planned.name, str(error))
         name = _CHANGED if isinstance(error, StageChanged) else "Failed"
         return Failed(name=name, message=redact(str(error)))
@@ -139,6 +144,7 @@ def study(
     Raises:
         StudyFailed: some stages failed. Their downstream stages did not run; all others finished.
         StudyChanged: the inputs of some stages changed while the study ran.
+        StudyCanceled: somebody canceled the run on Prefect's page, and it has no runner of Prefect, which would end it.
         RegistryError: the study finished, but the registry failed.
         EckartError: any other cause, such as a mistake in params.yaml; nothing was run.
     """
@@ -151,6 +157,8 @@ def study(
             damage = database.set_aside_damaged()
             outcomes = _run(Options.of_flow(workers, timeout, task_runner))
             name, promotion = _promoted(outcomes) if promote else ("Completed", "")
+    except StudyCanceled as canceled:
+        return Cancelled(message=str(canceled), data=canceled)  # type: ignore[return-value]
     except Exception as error:  # returned as a state, which Prefect raises to the caller
         if not isinstance(error, EckartError | OSError):
             get_run_logger().exception("the study failed")
@@ -214,6 +222,7 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         with (
             stage_processes.reaping(),
+            canceled_runs.watch(UUID(flow_run.id), stage_processes.end_all) as canceled,
             terminal.show_progress(planned) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
@@ -222,6 +231,11 @@ def _run(options: Options) -> list[Outcome]:
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         stage_results.write_seconds(finished.values())
+        if canceled.is_set() and not complete:
+            raise StudyCanceled(
+                f"canceled on Prefect's page: {len(finished)} of {len(planned)} stages are finished and kept. "
+                "Run again to continue"
+            )
         failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
         # messages of our own stages begin with the stage's name, and messages of shell commands do not
         causes = {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flows.cluster import dask_worker
-from flows.engine import dvc_transport, stages
+from flows.engine import dvc_transport, stage_processes, stages
 from flows.engine.dvc_transport import Entry, Order
 from flows.engine.stages import Outcome, Planned
 from tasks.artifacts.errors import EckartError
@@ -77,7 +77,11 @@ class Workers:
 
         Returns:
             The outcome on the worker, or the seconds that the stage took here.
+
+        Raises:
+            CommandFailed: the run has ended. A stage that a worker has begun goes on there, for the next run.
         """
+        stage_processes.check_goes_on()
         if _gathers(planned, self._planned):
             return stages.execute_here(planned, command, log, self._timeout)
         with self._publishing:
@@ -123,6 +127,7 @@ class Workers:
             try:
                 return heard.get(timeout=_POLL)
             except Empty:
+                stage_processes.check_goes_on()
                 if future.done():  # also true after the client was closed, when no message comes any more
                     return None
                 if not self._warned.is_set() and not self._client.nthreads():

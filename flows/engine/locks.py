@@ -28,7 +28,6 @@ from voluptuous import Invalid
 
 from flows.engine import site_cache, stage_processes
 from flows.engine.dvc_repo import RepairingRepo
-from flows.engine.stage_processes import CommandFailed
 from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -164,6 +163,5 @@ def _wait_for(acquire: Callable[[], object]) -> None:
                 cause = error if isinstance(error, LockError) else "other stages run on this machine"
                 log.warning("waiting: %s", cause)
                 warned = True
-        if stage_processes.flow_has_ended():
-            raise CommandFailed("not begun, since the flow has ended")
+        stage_processes.check_goes_on()
         time.sleep(_POLL)

@@ -78,8 +78,7 @@ def run(
     begin, start = _fork if _module(command) else _shell, time.perf_counter()
     with ExitStack() as process:
         with _turn:
-            if _stopping.is_set():  # the flow ended before this stage could begin
-                raise CommandFailed("not started, because the flow has ended")
+            check_goes_on()
             end, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(end)
         lines = _Lines(output, log, end)
@@ -144,9 +143,23 @@ class _Lines(threading.Thread):
         return before < self._count
 
 
+def end_all() -> None:
+    """Kill all stages that run, and let no new one start."""
+    with _turn:
+        _stopping.set()
+        for end in list(_running):
+            end()
+
+
 def flow_has_ended() -> bool:
     """Whether the flow has ended, so that no new stage may start."""
     return _stopping.is_set()
+
+
+def check_goes_on() -> None:
+    """Raise CommandFailed if the flow has ended."""
+    if _stopping.is_set():
+        raise CommandFailed("not finished, because the run has ended")
 
 
 def _ending(code: int) -> str:
@@ -161,15 +174,12 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def reaping() -> Iterator[None]:
-    """At the end of the block, or at an error in it, kill all stages that still run, and let no new one start."""
+    """At the end of the block, or at an error in it, call `end_all`."""
     _stopping.clear()
     try:
         yield
     finally:
-        with _turn:
-            _stopping.set()
-            for end in list(_running):
-                end()
+        end_all()
 
 
 @contextmanager

@@ -50,6 +50,7 @@ ROLLED_BACK = "eckart.rolled_back"
 """Tag: when the version was rolled back, so that its predecessor became the champion again."""
 
 _PENDING = "pending"
+_TRIAL = "eckart.trial"
 _SQLITE = "sqlite:///"
 
 
@@ -66,9 +67,8 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        cause = " ".join(redact(str(error)).split())
         raise RegistryError(
-            f"the model registry at {_place()} failed: {cause}. Run again when it works: "
+            f"the model registry at {_place()} failed: {database.message_of(error)}. Run again when it works: "
             "the next run finishes or undoes what was begun"
         ) from error
 
@@ -288,6 +288,8 @@ class Registry:
         Raises:
             SmokeFailed: the version does not answer. The previous champion, if there was one, is the champion again.
         """
+        self.mark(number, {_TRIAL: "deleted at once"})
+        self._unmark(number, _TRIAL)  # a user who may not delete is refused now, not after the champion was moved
         self.mark(number, {SMOKE: _PENDING})
         if self.aliases().get(CHAMPION) != (str(before.version) if before else None):
             return False

@@ -12,12 +12,18 @@ import sqlite3
 from itertools import chain, count
 from pathlib import Path
 
+from flows.environment.redaction import redact
 from flows.environment.sqlite_check import damage
 
 log = logging.getLogger(__name__)
 
 FILE = Path("mlflow.db")
 _LOCK = Path(".eckart/mlflow.lock")
+_REFUSED = {
+    "UNAUTHENTICATED": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    "PERMISSION_DENIED": "this user needs EDIT on the study's experiment and, for promotions, MANAGE on the model",
+}
+"""Code of an error by which a server with users refuses one → what to do."""
 
 
 def address() -> str:
@@ -42,6 +48,13 @@ def all_is_local() -> bool:
 
 def _own() -> str:
     return f"sqlite:///{FILE.resolve()}"
+
+
+def message_of(error: Exception) -> str:
+    """Return the message of an error of MLflow as one line without passwords, and what to do if a user was refused."""
+    message = " ".join(redact(str(error)).split())
+    remedy = _REFUSED.get(getattr(error, "error_code", ""))  # of an MlflowException, whose import is slow
+    return f"{message}; {remedy}" if remedy else message
 
 
 def set_aside_damaged() -> str:

@@ -76,7 +76,8 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
             method(self, *args, **kwargs)
         except Exception as error:  # a store may raise any error, and none may stop the study
             self.down = True
-            log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", error)
+            message = database.message_of(error)
+            log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", message)
 
     return forgiving
 

@@ -100,6 +100,26 @@ def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
 
 
 @contextmanager
+def one_answer(status: int = 200, seconds: float = 0) -> Iterator[str]:
+    """Run a server that takes this long for each answer, which has this status, and yield its address."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(seconds)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((settings.LOOPBACK, 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{settings.LOOPBACK}:{server.server_port}"
+        server.shutdown()
+
+
+@contextmanager
 def sink() -> Iterator[tuple[str, list[Any]]]:
     """Run a server that takes JSON by POST, and yield its address and the list of what it has taken."""
     taken: list[Any] = []

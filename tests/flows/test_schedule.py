@@ -22,7 +22,7 @@ from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Crashed, Failed, Late, Scheduled, State
+from prefect.states import Cancelling, Crashed, Failed, Late, Scheduled, State
 from typer.testing import CliRunner
 
 from flows import schedule
@@ -32,8 +32,9 @@ from flows.environment import settings
 from flows.servers import notifications
 from flows.study import study as study_flow
 from flows.workspace import deployment_owner
+from tests.flows.forked import gone
 from tests.flows.servers import free_port, sink, until
-from tests.flows.toy import ENVIRONMENT, Study
+from tests.flows.toy import ENVIRONMENT, Study, begun, noted, noting
 from tests.workspace import tiny_params, write_params
 
 NOTHING = {"least_speedup": 1e9}
@@ -43,8 +44,9 @@ NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Cr
 
 @pytest.fixture(scope="module")
 def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of which another number of repetitions makes two stages stale."""
+    """A finished study of which another number of repetitions makes two stages stale; the benchmark takes notes."""
     root = study.copied(tmp_path_factory.mktemp("scheduled") / "workspace")
+    noting(root / "tasks/benchmark.py", "benchmark")
     write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=NOTHING, benchmark={"repetitions": 7}))
     return root
 
@@ -154,6 +156,20 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert {table.flow_run_id for table in tables} == {first.id, second.id}
     assert all("svd-0.5" in str(table.data) for table in tables)
     assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(table.description) for table in tables)
+
+
+def test_a_canceled_run_and_its_stages_end(served: SyncPrefectClient, workspace: Path) -> None:
+    write_params(workspace, tiny_params(study={"recipes": ["svd"]}, benchmark={"repetitions": 8}))
+    (workspace / "ran.log").unlink(missing_ok=True)
+    hold = workspace / "hold-benchmark"
+    hold.touch()
+    run = served.create_flow_run_from_deployment(served.read_deployment_by_name("study/nightly").id).id
+    until(lambda: begun(workspace, "benchmark"))
+    served.set_flow_run_state(run, Cancelling(), force=True)  # as Prefect's page does
+    assert ended(served, run).state_type == StateType.CANCELLED
+    assert gone([int((workspace / "pid-benchmark").read_text())])
+    hold.unlink()
+    assert noted(workspace) == ["benchmark begins"]
 
 
 def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:

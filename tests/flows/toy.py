@@ -143,6 +143,31 @@ def toy_study(root: Path, stages: dict[str, Any]) -> Path:
     return root
 
 
+def noting(file: Path, stage: str) -> None:
+    """Make a stage say in ran.log when it begins and ends, and wait in between while there is a file `hold-STAGE`.
+
+    Its process id is in `pid-STAGE`.
+    """
+    head, _, tail = file.read_text().partition('if __name__ == "__main__":\n')
+    file.write_text(
+        f"{head}if __name__ == '__main__':\n    import os, pathlib, time\n"
+        f"    pathlib.Path('pid-{stage}').write_text(str(os.getpid()))\n"
+        f"    log = pathlib.Path('ran.log').open('a', buffering=1)\n    log.write('{stage} begins\\n')\n"
+        f"    while pathlib.Path('hold-{stage}').exists():\n        time.sleep(0.05)\n"
+        f"{tail}    log.write('{stage} ended\\n')\n"
+    )
+
+
+def noted(root: Path) -> list[str]:
+    """Return the lines that the stages have written which `noting` changed."""
+    file = root / "ran.log"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def begun(root: Path, stage: str) -> bool:
+    return f"{stage} begins" in noted(root)
+
+
 MLFLOW = "mlflow.db"
 
 

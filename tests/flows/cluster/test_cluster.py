@@ -33,6 +33,7 @@ from flows.engine import cached_objects, dvc_transport, stage_processes
 from flows.engine import stages as engine
 from flows.engine.dvc_transport import NotTheSame, TransportFailed
 from flows.engine.run_options import Options, OptionsError
+from flows.engine.stage_processes import CommandFailed
 from flows.engine.stages import Planned
 from flows.study import _in_order, _run_all
 from tasks.artifacts.errors import EckartError
@@ -258,6 +259,20 @@ def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_other
     assert follows["time@a"] == {"a", "b"}
     assert follows["time@b"] == {"a", "b", "time@a"}
     assert not follows["a"] | follows["b"] | follows["table"]
+
+
+def test_a_run_that_ends_does_not_wait_for_workers_and_sends_them_nothing_more() -> None:
+    client = Mock()
+    client.submit.return_value.done.return_value = False
+    workers = dask_runner.Workers([], client, None)
+    with ThreadPoolExecutor() as pool:
+        with stage_processes.reaping():
+            waiting = pool.submit(workers._run, Mock(), print)
+            until(lambda: client.submit.called)
+        assert isinstance(waiting.exception(timeout=600), CommandFailed)
+    with pytest.raises(CommandFailed):
+        workers.execute(planned("next"), "", print)
+    assert client.submit.call_count == client.submit.return_value.release.call_count == 1
 
 
 class TestRefusals:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, contextmanager
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -22,15 +23,17 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
 from ruamel.yaml import YAML
 
 from flows.engine import cached_objects, stages
+from flows.environment import canceled_runs
 from tests.flows.forked import Command
 from tests.flows.servers import mlflow_server, prefect_server, until
-from tests.flows.toy import BARE, Flows, Study, call, spoil
+from tests.flows.toy import BARE, Flows, Study, begun, call, noted, noting, spoil
 from tests.workspace import tiny_params, write_params
 
-KILLED = ("finetune", "compare")
+KILLED = ("finetune", "evaluate", "compare")
 """The stages in which a flow is killed."""
 
 
@@ -42,17 +45,6 @@ def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage in KILLED:
         noting(root / f"tasks/{stage}.py", stage)
     return root
-
-
-def noting(file: Path, stage: str) -> None:
-    """Make a stage say in ran.log when it begins and ends, and wait in between while there is a file `hold-STAGE`."""
-    head, _, tail = file.read_text().partition('if __name__ == "__main__":\n')
-    file.write_text(
-        f"{head}if __name__ == '__main__':\n    import pathlib, time\n"
-        f"    log = pathlib.Path('ran.log').open('a', buffering=1)\n    log.write('{stage} begins\\n')\n"
-        f"    while pathlib.Path('hold-{stage}').exists():\n        time.sleep(0.05)\n"
-        f"{tail}    log.write('{stage} ended\\n')\n"
-    )
 
 
 def change(root: Path, learning_rate: float) -> None:
@@ -77,10 +69,6 @@ def mounted(root: Path, places: dict[str, str], script: str) -> str:
     return done.stdout + done.stderr
 
 
-def begins(root: Path, stage: str) -> bool:
-    return f"{stage} begins" in log(root)
-
-
 @contextmanager
 def meanwhile(root: Path, stage: str, act: Callable[[], object]) -> Iterator[None]:
     """Within this, `act` as soon as a stage has begun, and while it has not ended."""
@@ -90,7 +78,7 @@ def meanwhile(root: Path, stage: str, act: Callable[[], object]) -> Iterator[Non
     over = threading.Event()
 
     def wait_and_act() -> None:
-        until(lambda: begins(root, stage) or over.is_set())
+        until(lambda: begun(root, stage) or over.is_set())
         try:
             act()
         finally:
@@ -106,13 +94,8 @@ def meanwhile(root: Path, stage: str, act: Callable[[], object]) -> Iterator[Non
 
 
 def await_begin(root: Path, stage: str, flow: Command) -> None:
-    until(lambda: begins(root, stage) or flow.poll() is not None)
+    until(lambda: begun(root, stage) or flow.poll() is not None)
     assert flow.poll() is None, flow.end()[1]
-
-
-def log(root: Path) -> list[str]:
-    file = root / "ran.log"
-    return file.read_text().splitlines() if file.exists() else []
 
 
 def kill(root: Path, stage: str, environment: dict[str, str]) -> None:
@@ -125,7 +108,7 @@ def kill(root: Path, stage: str, environment: dict[str, str]) -> None:
 def terminate(root: Path, stage: str, environment: dict[str, str]) -> None:
     """End a flow that has a temporary server, which ends with it; a forked process would not do what an exit does."""
     flow = subprocess.Popen([sys.executable, "-m", "flows", "run"], cwd=root, env=environment)
-    until(lambda: begins(root, stage) or flow.poll() is not None)
+    until(lambda: begun(root, stage) or flow.poll() is not None)
     threads = Path(f"/proc/{flow.pid}/task").glob("*/children")
     children = [Path("/proc", pid) for children in threads for pid in children.read_text().split()]
     servers = [child for child in children if b"guarded_prefect" in (child / "cmdline").read_bytes()]
@@ -133,6 +116,20 @@ def terminate(root: Path, stage: str, environment: dict[str, str]) -> None:
     flow.terminate()
     assert flow.wait(timeout=600)
     assert not any(server.exists() for server in servers)
+
+
+def cancel(flows: Flows, root: Path, stage: str, places: dict[str, str]) -> None:
+    """Do what Prefect's page does; the server tells no process of it."""
+
+    def act() -> None:
+        (run,) = (UUID(file.name) for file in (root / ".eckart/runs").iterdir())
+        with temporary_settings({PREFECT_API_URL: places["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+            client.set_flow_run_state(run, Cancelling(), force=True)
+            until(lambda: client.read_flow_run(run).state_type not in (StateType.RUNNING, StateType.CANCELLING))
+            assert client.read_flow_run(run).state_type == StateType.CANCELLED
+
+    with meanwhile(root, stage, act):
+        assert flows(root, "run").exit_code == 1
 
 
 def test_a_full_disk(workspace: Path, prefect: dict[str, str]) -> None:
@@ -149,18 +146,25 @@ def test_a_full_disk(workspace: Path, prefect: dict[str, str]) -> None:
 
 
 def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
-    workspace: Path, prefect: dict[str, str], prefect_home: Callable[[Path], Path], flows: Flows, tmp_path: Path
+    workspace: Path,
+    prefect: dict[str, str],
+    prefect_home: Callable[[Path], Path],
+    flows: Flows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(canceled_runs, "_POLL", 0.1)
     alone = {"PREFECT_HOME": str(prefect_home(tmp_path))}
-    for stage, end, places in zip(KILLED, (terminate, kill), (alone, prefect), strict=True):
+    ends = (terminate, partial(cancel, flows), kill)
+    for stage, end, places in zip(KILLED, ends, (alone, prefect, prefect), strict=True):
         hold = workspace / f"hold-{stage}"
         hold.touch()
         end(workspace, stage, BARE | places)
-        hold.unlink()
+        hold.unlink(missing_ok=True)
     done = flows(workspace, "run")
     assert "14 cached, 1 executed" in done.output
-    begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
-    ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
+    begun = Counter(line.split()[0] for line in noted(workspace) if line.endswith("begins"))
+    ended = Counter(line.split()[0] for line in noted(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(KILLED, 1)
     assert begun == dict.fromkeys(KILLED, 2)
     assert call(workspace, "dvc", "status", "--json").strip() == "{}"

@@ -3,15 +3,12 @@
 import os
 import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL, temporary_settings
 
-from flows.environment import settings
 from flows.servers import prefect_server
+from tests.flows.servers import one_answer
 from tests.workspace import REPOSITORY
 
 EVERY_MODULE = """
@@ -69,19 +66,8 @@ def test_a_command_sets_the_defaults_before_the_tools_are_imported() -> None:
 def test_a_busy_server_gets_prefects_own_timeout() -> None:
     """A busy server once needed more than five seconds, and three runs failed before they began."""
 
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            time.sleep(0.5)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"true")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer((settings.LOOPBACK, 0), Slow) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://{settings.LOOPBACK}:{server.server_port}/api"
+    with one_answer(seconds=0.5) as server:
+        address = f"{server}/api"
         with temporary_settings({PREFECT_API_URL: address}):
             assert prefect_server.require() == address
         with (
@@ -89,4 +75,3 @@ def test_a_busy_server_gets_prefects_own_timeout() -> None:
             pytest.raises(prefect_server.ServerError, match=address),
         ):
             prefect_server.require()
-        server.shutdown()

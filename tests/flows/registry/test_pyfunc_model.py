@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlflow
 import pandas as pd
 import pytest
 import torch
@@ -346,6 +347,24 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     result = asking.ask(str(tmp_path / "saved"), rows)
     assert result == ask(loaded(files, case.task), rows).to_dict("records")
     assert None in result[1]["tags"]
+
+
+def test_mlflow_scores_a_regression(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(database, tmp_path)}")
+    task = a_task("regression", (), "pearson")
+    files = write(tmp_path / "files", BertForSequenceClassification(tiny_config(num_labels=1)).eval())
+    save(files, tmp_path / "saved", task, pairs=False, batch_size=2, continuation=CONTINUATION)
+    rows = pd.DataFrame({"text": TEXTS})
+    evaluated = mlflow.models.evaluate(
+        str(tmp_path / "saved"),
+        rows.assign(rating=ask(loaded(files, task), rows)["value"] + 2),
+        targets="rating",
+        model_type="regressor",
+        evaluator_config={"log_model_explainability": False},
+    )
+    assert evaluated.metrics["mean_absolute_error"] == pytest.approx(2, abs=1e-6)
 
 
 WITHOUT_PIPELINE = """

@@ -13,11 +13,14 @@ from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.models.utils import _enforce_schema
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
 from flows.registry import model_package, rollback_check, versions
 from flows.registry.rollback_check import NothingBefore
@@ -36,6 +39,7 @@ from flows.registry.versions import (
     connected,
 )
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
+from tests.flows.servers import one_answer
 from tests.workspace import REPOSITORY, a_task
 
 PASSWORD = "user:hush@127.0.0.1"  # nobody listens there at port 9
@@ -215,6 +219,31 @@ def test_a_registry_that_fails_is_an_error_without_a_password(
     with pytest.raises(RegistryError, match=named) as caught, connected("m"):
         pass
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "named"), [(401, r"\bMLFLOW_TRACKING_PASSWORD\b"), (403, r"\bMANAGE\b"), (404, r"\b404\b")]
+)
+def test_a_user_whom_the_server_refuses_is_told_what_to_do(
+    status: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_answer(status) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(RegistryError, match=named), connected("m"):
+            pass
+
+
+def test_a_user_who_may_not_delete_moves_no_champion(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote(models, "1")
+    models.challenge("2")
+    before = models.aliases()
+    denied = MlflowException("Permission denied", error_code=PERMISSION_DENIED)
+    for name in ("delete_model_version_tag", "delete_registered_model_alias"):
+        monkeypatch.setattr(models.client, name, Mock(side_effect=denied))
+    with pytest.raises(MlflowException, match="denied"):
+        models.promote("2", models.champion())
+    assert models.aliases() == before
+    assert SMOKE not in models.version("2").tags
 
 
 def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
