@@ -1,9 +1,10 @@
 """Low-rank compression of transformer language models.
 
-`compress` compresses a model in memory (eckart/api.py), and `write_text` (eckart/text/self_written.py) gives it text to
-calibrate a language model with. Importing this package also teaches transformers to load compressed models
-(eckart/model/hf_format.py), LSTM language models (eckart/model/lstm.py) and Mamba classifiers (eckart/model/mamba.py),
-and peft to adapt factorized layers by their names (eckart/model/adapter_targets.py).
+`compress` compresses a model in memory (eckart/api.py), `write_text` (eckart/text/self_written.py) gives it text to
+calibrate a language model with, and `embedding_loss` (eckart/calibration/embeddings.py) calibrates an embedding model.
+Importing this package also teaches transformers to load compressed models (eckart/model/hf_format.py), LSTM language
+models (eckart/model/lstm.py) and Mamba classifiers (eckart/model/mamba.py), and peft to adapt factorized layers by
+their names (eckart/model/adapter_targets.py).
 """
 
 from importlib import import_module
@@ -16,10 +17,22 @@ from eckart.model import mamba as _mamba  # noqa: F401
 
 if TYPE_CHECKING:
     from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save, write_text
+    from eckart.calibration.embeddings import embedding_loss
     from eckart.recipe import Recipe
 
 __version__ = "0.2.0"
-__all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "load", "recipes", "save", "write_text"]
+__all__ = [
+    "Compressed",
+    "CompressedTarget",
+    "Recipe",
+    "Report",
+    "compress",
+    "embedding_loss",
+    "load",
+    "recipes",
+    "save",
+    "write_text",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,14 +35,25 @@ import torch
 import transformers
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
+from eckart.calibration.embeddings import embedding_loss as embedding_loss
+from eckart.calibration.embeddings import is_sentence_transformer
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import Batch, Loss, Objective, batch_size, first_examples, predictions_of, row_of
+from eckart.calibration.losses import (
+    Batch,
+    DrawnLoss,
+    Loss,
+    Objective,
+    batch_size,
+    first_examples,
+    predictions_of,
+    row_of,
+)
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
@@ -299,8 +310,9 @@ def compress(
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
         experts: whether to compress a mixture's experts whose weights share one tensor. Experts that no token of
             `batches` reaches stay dense.
-        loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
-            loss is used, after a check of how this loss combines examples.
+        loss: function of the model and a batch that returns the sum of the examples' losses; for embeddings, which need
+            no labels, what `embedding_loss` returns. By default the model's own loss is used, after a check of how this
+            loss combines examples.
         clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
             (0.1, 10) for language models. None: no limits.
         edges: share of an example's tokens at each end whose gradients do not count; LEMS: 0.125.
@@ -554,17 +566,25 @@ def _compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}"
-            + (
-                f", with adapters: {MERGE_FIRST}"
-                if hasattr(model, "merge_and_unload")
-                else ": give a transformers model, as from_pretrained loads it"
-            )
-        )
+        raise ValueError(f"model is a {type(model).__name__}{_advice_on(model)}")
     if not getattr(model.config, "return_dict", True):
         raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
     check_base(model)
+
+
+def _advice_on(model: Any) -> str:
+    """Return what to give instead of `model`, which is no model of transformers."""
+    if hasattr(model, "merge_and_unload"):
+        return f", with adapters: {MERGE_FIRST}"
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    if (name := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)) is None:
+        return ": give a transformers model, as from_pretrained loads it"
+    inner = "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+    loss = ", loss=eckart.embedding_loss(model)" * is_sentence_transformer(model)
+    return (
+        ": compress the transformers model in it, and put the result in its place: "
+        f"small, report = eckart.compress({inner}, batches{loss}); {inner} = small"
+    )
 
 
 def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, score: Score | None) -> Sequence[float]:
@@ -642,6 +662,14 @@ def _objective(
 
     Otherwise its loss only runs the model and is always 0.
     """
+    if isinstance(loss, DrawnLoss):
+        if recipe.ranks.judges_by_loss or "gradients" in kinds:
+            raise ValueError(
+                f"ranks {recipe.ranks.kind} judge by the value or the mean gradient of the loss, but the labels of "
+                "this loss are drawn from the model's own answers, so these say nothing about the model: write other "
+                "ranks, such as waterfill"
+            )
+        return Objective(loss, loss, loss, loss.predictions, loss.classes)
     if loss is None and kinds & {*OF_GRADIENTS}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if (

@@ -87,6 +87,11 @@ class Method(BaseModel):
         return False
 
     @property
+    def judges_by_loss(self) -> bool:
+        """Whether the method compares values of the loss, of the model before and after a change."""
+        return False
+
+    @property
     def leaves_low_rank(self) -> bool:
         """Whether the method itself reduces the dense weights to low rank."""
         return False

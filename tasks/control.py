@@ -6,6 +6,8 @@ further training as a candidate, so a comparison of the two shows the effect of 
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import set_seed
 
 from eckart.recovery import Recovery
@@ -42,7 +44,7 @@ def control() -> None:
         source=lambda: load(TEACHER, kind.auto)[0],
     )
     with explained(), output(CONTROL) as folder:
-        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        data, collate = partial(encoded, "train", tokenizer), kind.collate(tokenizer, model)
         recover(problem, recovery, data, collate, CONTROL_CURVE, trainer)
         save(model, tokenizer, folder)
 

@@ -3,6 +3,8 @@ models/finetuned/RECIPE-KEEP and a training curve."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import BaseModel
 from transformers import PreTrainedModel, set_seed
 
@@ -58,7 +60,7 @@ def finetune(recipe: str, keep: str) -> None:
     )
     curve = CURVES / f"{name}.jsonl"
     with explained(), output(FINETUNED / name) as folder:
-        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        data, collate = partial(encoded, "train", tokenizer), kind.collate(tokenizer, model)
         recover(problem, parts.recovery, data, collate, curve, trainer, residual=parts.residual, storage=parts.storage)
         save(model, tokenizer, folder)
 

@@ -69,6 +69,7 @@ def search(recipe: str, keep: str) -> None:
         encoded=lambda split: encoded(split, tokenizer),
         batch_size=size,
         loss=objective.training_loss,
+        dropout=objective.dropout,
         seed=seed,
         trainer=trainer,
         curve=SEARCH_CURVES / f"{name}.jsonl",
@@ -112,6 +113,7 @@ class _Data:
     batch_size: int
     """Examples in each batch of `calibration`."""
     loss: Loss | None
+    dropout: bool
     seed: int
     trainer: Trainer
     curve: Path
@@ -141,6 +143,7 @@ class _Data:
             rules=[rule],
             before=self.steps,
             loss=self.loss,
+            dropout=self.dropout,
             **self.trainer.options(),
         )
         self.model.cpu()

@@ -13,7 +13,7 @@ from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model, Seed, Trainer, Training, section
 from tasks.data.loading import encoded
-from tasks.models import licence, new_model, task_head
+from tasks.models import licence, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
@@ -33,7 +33,7 @@ def teacher() -> None:
     set_seed(seed)
     base = new_model.make(model.new, model.dtype, task, load_split("train")) if model.new else load_base(model, task)
     _check(base, settings, task)
-    data = encoded("train", base.tokenizer)
+    data = encoded("train", base.tokenizer) if settings.epochs else []
     with output(UNTAUGHT) as folder:
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
@@ -53,6 +53,7 @@ def teacher() -> None:
         base.tokenizer.save_pretrained(folder)
         licence.write(folder, base.licence)
         task_head.write_note(folder, base.head)
+        sentence_files.write(folder, base.files)
 
 
 def _check(base: Base, settings: Training, task: Task) -> None:

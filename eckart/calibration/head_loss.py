@@ -60,16 +60,23 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
         with torch.no_grad():  # so that no graph stays in memory
             outputs = model(**examples[0])
         if outputs.get("loss") is None:
-            raise ValueError(
-                f"{need} needs the loss, but {name} returns none: add labels to each batch; load the model with the "
-                "head of its task, as AutoModelForSequenceClassification does; give loss=; or use the recipe drone, "
-                "which only reads inputs"
-            )
+            raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples)
     heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labelled_logits, causal_loss: labelled_logits}
     predictions = heads.get(loss) or predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
+
+
+def _advice(outputs: Any) -> str:
+    """Return what to do about a model that returns no loss."""
+    drone = "use the recipe drone, which only reads inputs"
+    if "logits" not in outputs and "last_hidden_state" in outputs:
+        return (
+            'for embeddings, which need no labels, give loss=eckart.embedding_loss("mean"), or another pooling; for a '
+            f"task, load the model with its head, as AutoModelForSequenceClassification does; or {drone}"
+        )
+    return f"add labels to each batch; load the model with the head of its task; give loss=; or {drone}"
 
 
 def _check_labels(data: Sequence[Batch]) -> None:

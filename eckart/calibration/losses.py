@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class Objective:
         training_loss: loss that training minimises, as a mean over examples; None: the model's own loss.
         predictions: function that returns the predictions that distillation compares.
         classes: whether the predictions are logits of classes; otherwise they are values.
+        dropout: whether training uses the model's dropout.
     """
 
     loss: Loss
@@ -47,6 +48,7 @@ class Objective:
     training_loss: Loss | None
     predictions: Predictions
     classes: bool
+    dropout: bool = True
 
 
 def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
@@ -57,7 +59,10 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
     """
     logits = outputs.get("logits")
     if logits is None:
-        raise ValueError("the model returns no logits: set distillation.logits to 0")
+        raise ValueError(
+            "the model returns no logits: to compress embeddings, give loss=eckart.embedding_loss(…); in the pipeline, "
+            "set distillation.logits to 0"
+        )
     return logits
 
 
@@ -140,6 +145,16 @@ def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
     return {name: values[:count] for name, values in batch.items()}
 
 
+def real_tokens(batch: Batch, like: Tensor) -> Tensor:
+    """Return which tokens of the texts are no padding, `(batch, tokens)`; without an attention mask, all are.
+
+    Args:
+        like: any tensor `(batch, tokens, …)`.
+    """
+    mask = batch.get("attention_mask")
+    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device) if mask is None else mask != 0
+
+
 def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
     """Return the example with number `row` as a batch of its own."""
     return {name: values[row : row + 1] for name, values in batch.items()}
@@ -157,25 +172,58 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
     return -((logs / 2).exp().detach() * logs).sum(0)
 
 
-def drawn_loss(predictions: Predictions, seed: int) -> Loss:
-    """Return a Loss for labels that are drawn from the model's own probabilities.
+@dataclass(frozen=True)
+class DrawnLoss:
+    """Loss for labels that are drawn from the model's own predictions: for second moments of gradients.
 
-    An example's loss is the mean over its predictions. A draw depends on `seed` and the example's tokens, but not on
-    the rest of the batch, so every pass over the same model draws the same labels. All examples must have the same
-    number of predictions, and these must be in the order of the examples.
+    Classes are drawn by their probabilities, values from a normal distribution of variance 1 around the predicted ones.
+    An example's loss is −log p of its label, up to a constant; of several predictions, the mean. A draw depends on
+    `seed` and the example's tokens, but not on the rest of the batch, so every pass over the same model draws the same
+    labels. All examples must have the same number of predictions, and these must be in the order of the examples.
+
+    Neither its value nor its mean gradient says anything about a model: the expected gradient is 0, and the value for
+    values is ½ ‖noise‖² for every model.
+
+    Attributes:
+        classes: whether the predictions are logits of classes; otherwise they are values.
     """
 
-    def loss(model: Model, batch: Batch) -> Tensor:
-        logits = predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1))
-        logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        ids, mask = batch["input_ids"].cpu(), batch["attention_mask"].cpu() != 0
-        drawn = []
-        for tokens, real, probabilities in zip(ids, mask, logs.detach().exp().cpu(), strict=True):
-            generator = torch.Generator().manual_seed(zlib.crc32(tokens[real].numpy().tobytes(), seed))
-            drawn.append(probabilities.multinomial(1, generator=generator))
-        return -logs.gather(-1, torch.stack(drawn).to(logs.device)).mean(1).sum()
+    predictions: Predictions
+    seed: int
+    classes: bool = True
 
-    return loss
+    def __call__(self, model: Model, batch: Batch) -> Tensor:
+        """Return the sum of the examples' losses `()`.
+
+        Raises:
+            ValueError: the batch has no `input_ids`.
+        """
+        predicted = self.predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1))
+        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+        draw = self._of_classes if self.classes else self._of_values
+        return draw(predicted, _generators(batch, self.seed)).mean(1).sum()
+
+    @staticmethod
+    def _of_classes(logits: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
+        """Return −log p of labels that are drawn from `logits` `(batch, predictions, classes)`."""
+        logs = logits.log_softmax(-1)
+        chances = zip(logs.detach().exp().cpu(), generators, strict=True)
+        drawn = torch.stack([shares.multinomial(1, generator=generator) for shares, generator in chances])
+        return -logs.gather(-1, drawn.to(logs.device)).squeeze(-1)
+
+    @staticmethod
+    def _of_values(values: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
+        """Return −log p, up to a constant, of labels drawn around `values` `(batch, predictions, values)`."""
+        noise = torch.stack([torch.randn(values.shape[1:], generator=generator) for generator in generators])
+        return (values - values.detach() - noise.to(values)).square().sum(-1) / 2
+
+
+def _generators(batch: Batch, seed: int) -> Iterator[torch.Generator]:
+    """Yield a generator of random numbers for each example, which depends on its tokens and `seed`."""
+    if "input_ids" not in batch:
+        raise ValueError("labels are drawn by the tokens of an example, but a batch has no input_ids: add them")
+    for tokens, real in zip(batch["input_ids"].cpu(), real_tokens(batch, batch["input_ids"]).cpu(), strict=True):
+        yield torch.Generator().manual_seed(zlib.crc32(tokens[real].numpy().tobytes(), seed))
 
 
 def token_loss(model: Model, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from eckart.onnx.exporting import Exported as Exported
 from eckart.onnx.exporting import export as export
 from eckart.onnx.exporting import export_files as export_files
+from eckart.onnx.exporting import return_embeddings as return_embeddings
 from eckart.onnx.running import KEPT as KEPT
 from eckart.onnx.running import ExportError as ExportError
 from eckart.onnx.running import answer_by as answer_by

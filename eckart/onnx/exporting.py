@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eckart.calibration.embeddings import Pooling, embeddings
 from eckart.calibration.losses import Batch
 from eckart.onnx.running import (
     KEPT,
@@ -76,7 +78,9 @@ def export(
     """Export `model` to ONNX, for any batch size and length. The inputs are the tokenizer's outputs, `(batch, tokens)`.
 
     The outputs are `logits`: `(batch, classes)`, or `(batch, tokens, classes)` for token classification and causal
-    language models. For question answering they are `start_logits` and `end_logits`, `(batch, tokens)`.
+    language models. For question answering they are `start_logits` and `end_logits`, `(batch, tokens)`. A model without
+    a head has `last_hidden_state` `(batch, tokens, width)` and, after `return_embeddings`, `sentence_embedding`
+    `(batch, width)`.
 
     The graph of a causal language model also has its cache as inputs `past_key_values.N.key` and `.value`, `(batch,
     heads, past, size)`, and as outputs `present.N.key` and `.value`, `(batch, heads, past + tokens, size)`. past is 0
@@ -156,6 +160,16 @@ def _check(model: PreTrainedModel) -> None:
         raise ExportError(f"the model is in {model.dtype}: load it with dtype=torch.float32")
 
 
+def return_embeddings(model: PreTrainedModel, pooling: Pooling) -> None:
+    """Make a model without a head return embeddings, too: `sentence_embedding` `(batch, width)`, each of length 1."""
+    embed = embeddings(pooling)
+
+    def add(module: nn.Module, _: Any, inputs: dict[str, Tensor], outputs: ModelOutput) -> ModelOutput:
+        return ModelOutput({**outputs, "sentence_embedding": embed(outputs, inputs)})
+
+    model.register_forward_hook(add, with_kwargs=True)
+
+
 class _Logits(nn.Module):
     """Model that takes its inputs as positional tensors in a fixed order, as torch.onnx needs them."""
 
@@ -228,7 +242,9 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     with torch.no_grad():
         outputs = list(_outputs(model, sample))
     if not outputs:
-        raise ExportError(f"a {type(model).__name__} returns no logits: load it with the head of a task")
+        raise ExportError(
+            f"a {type(model).__name__} returns no logits: load it with the head of a task, or without any"
+        )
     with quiet(), _eager_attention(model) as eager, torch.no_grad():  # tracing is slower with gradients
         try:
             program = torch.onnx.export(
@@ -337,18 +353,20 @@ def _compare(
         for name, values in expected.items():
             wanted, given = _compared(name, values.cpu(), actual[name], inputs)
             if not given.isfinite().all():
-                raise ExportError(f"onnxruntime's logits are not finite: {file.name} was not written")
+                raise ExportError(f"onnxruntime's outputs are not finite: {file.name} was not written")
             difference = float((wanted - given).abs().max())
-            largest = max(largest, difference)
+            if name != "last_hidden_state" or len(expected) == 1:  # of embeddings, only they are reported
+                largest = max(largest, difference)
             if not same:
                 continue
             allowed = TOLERANCE * max(1.0, float(wanted.abs().max()))
             # on inputs that the model never saw, onnxruntime may round as badly as torch does
             if not difference <= allowed and not difference <= 2 * _rounding(model, inputs, name):
                 raise ExportError(
-                    f"onnxruntime's logits differ from torch's by {difference:.2g}: {file.name} was not written"
+                    f"onnxruntime's outputs differ from torch's by {difference:.2g}: {file.name} was not written"
                 )
-            if int((wanted.argmax(-1) != given.argmax(-1)).sum()) > _TIES * len(wanted):
+            classes = name.endswith("logits")
+            if classes and int((wanted.argmax(-1) != given.argmax(-1)).sum()) > _TIES * len(wanted):
                 raise ExportError(f"onnxruntime predicts other classes than torch: {file.name} was not written")
         examples += len(values)
     return examples, largest
@@ -378,7 +396,7 @@ def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tup
     real = inputs["attention_mask"].cpu() == 1 if "attention_mask" in inputs else None
     if expected.dim() == 3:  # one prediction for each token
         return (expected.flatten(0, 1), actual.flatten(0, 1)) if real is None else (expected[real], actual[real])
-    if name != "logits" and real is not None:  # one prediction for each text, whose classes are its tokens
+    if name.endswith("_logits") and real is not None:  # one prediction for each text, whose classes are its tokens
         return expected.where(real, expected.min()), actual.where(real, expected.min())
     return expected, actual
 

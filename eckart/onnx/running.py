@@ -21,8 +21,8 @@ from eckart.calibration.losses import Batch
 KEPT = "num_logits_to_keep"
 """Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
 
-OUTPUTS = ("logits", "start_logits", "end_logits")
-"""Names of the outputs that a model's head may have."""
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "sentence_embedding")
+"""Names of the outputs that a model's head may have, or a model without a head."""
 
 PAST, PRESENT = "past_key_values.", "present."
 """Prefixes of the names of a decoder's cache, as input and as output (as in optimum)."""

@@ -55,6 +55,10 @@ class Borrowed(Method):
         return self.ranks.asks_frozen
 
     @property
+    def judges_by_loss(self) -> bool:
+        return self.ranks.judges_by_loss
+
+    @property
     def pairs(self) -> bool:
         return self.weighting.pairs and self.ranks.pairs
 

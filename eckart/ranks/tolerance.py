@@ -60,6 +60,7 @@ class Tolerance(Method):
     """
 
     asks_frozen: ClassVar = True
+    judges_by_loss: ClassVar = True
     leaves_low_rank: ClassVar = True
     pairs: ClassVar = True
 

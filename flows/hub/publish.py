@@ -68,5 +68,10 @@ def _files(candidate: str) -> dict[str, Path]:
     if stale := [name for name in (finetuned, exported, "compare") if name in planned and not planned[name].cached]:
         raise CannotPublish(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})
-    files = {f"{prefix}{file.name}": file for prefix, folder in folders.items() for file in sorted(folder.iterdir())}
+    files = {
+        f"{prefix}{file.relative_to(folder)}": file
+        for prefix, folder in folders.items()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
     return files | {"README.md": CARDS / f"{candidate}.md"}

@@ -234,7 +234,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
             f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` promotes it nevertheless"
         )
     if not version:
-        pairs = "text_pair" in load_split("test")
+        pairs = "text_pair" in load_split("test") and kind_of(load_task()).answers_pairs
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation

@@ -15,6 +15,7 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
+from tasks.data.loading import with_originals
 from tasks.models.model_io import UNLOADABLE, check_length, load
 from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
 from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
@@ -238,7 +239,8 @@ def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     try:
-        return kind_of(task).score(model, tokenizer, load_split("test"), terms.batch_size, "test")
+        test = with_originals(load_split("test"), task)
+        return kind_of(task).score(model, tokenizer, test, terms.batch_size, "test")
     except StageError as error:
         raise Refused(str(error)) from error
 

@@ -14,7 +14,7 @@ from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
 from tasks.data.reading import files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
-from tasks.models import task_head
+from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
 from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
@@ -24,6 +24,7 @@ _SAMPLE = 1000  # number of examples to count the tokens of
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
+_RECALL = 0.1  # largest drop of an embedding model's recall: a near neighbour in ten may be another one
 _UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text that no statistic has seen
 
 
@@ -73,6 +74,12 @@ def of_data(
     else:
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
+    if task_class(kind).from_original:
+        with ExitStack() as stack:
+            changes["data"]["pooling"] = sentence_files.pooling_of(located(base, stack)[0])
+        changes["importance"] = {"labels": task_class(kind).calibration_labels[0]}
+        changes["study"] = {"goals": [{"largest_drop": _RECALL}]}
+        changes["promotion"] = {"largest_drop": _RECALL}
     section = sections(read())["data"]
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")

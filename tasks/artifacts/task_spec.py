@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.artifacts.generation import Generation
 from tasks.artifacts.metrics import MetricName
+from tasks.artifacts.pooling import Pooling
 from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
@@ -41,7 +42,7 @@ class Task(BaseModel):
     generation: Generation | None = None
     """Beam search for summaries; None: they are greedy."""
     prefix: str | None
-    """Text before each document that is to be summarized."""
+    """Text before each document that is to be summarized, or text that is to be embedded."""
     stride: int | None
     """Question answering: number of tokens that neighbouring windows of a long context share. Language modelling:
     number of tokens by which the next window that is scored begins later."""
@@ -51,6 +52,8 @@ class Task(BaseModel):
     """Seed for drawing the blocks of running text."""
     separator: str | None = None
     """White space or a token between the rows of running text; None: an empty line."""
+    pooling: Pooling | None = None
+    """How an embedding is made of the states of a text's tokens; None: their mean."""
     calibration_blocks: Literal["random"] | None = None
     """`random`: calibration blocks begin at random tokens of running text; None: they are a sample of its blocks."""
 

@@ -37,6 +37,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.generation import Generation
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.names import candidate_name
+from tasks.artifacts.pooling import Pooling
 from tasks.artifacts.results_schema import Runtime
 from tasks.nlp_tasks import TaskName
 from tasks.runtime.code_folders import PIPELINE
@@ -168,7 +169,7 @@ class Study(Section):
 class Columns(Section):
     text: str = Field("text", description="column of the text, or of the first of two texts")
     text_pair: str | None = Field(None, description="column of the second text; null: there is none")
-    label: str | None = Field("label", description="column of the labels; null for language modeling")
+    label: str | None = Field("label", description="column of the labels; null: there is none")
 
 
 class Splits(Section):
@@ -254,7 +255,12 @@ class Data(Section):
         None, description="beam search for summaries: {beams: 8}; null: greedy; for summarization only"
     )
     prefix: str | None = Field(
-        None, description='text put before each document, such as "summarize: "; null: none; for summarization only'
+        None, description='text put before each text, such as "summarize: "; null: none; for summaries and embeddings'
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="how an embedding is made of the states of a text's tokens: mean, cls, max, lasttoken, as the base "
+        "model does; null: mean; for embeddings only",
     )
     stride: Count | None = Field(
         None,

@@ -167,6 +167,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, metric, typed, content["data"])
+        if task_class(task).from_original:
+            yield from _ranks_by_loss(task, used_recipes)
         if not task_class(task).running_text:
             yield from _saved_logits(task, used_recipes)
     if (teacher := typed["teacher"]) and teacher.schedule == "constant" and teacher.last_rate:
@@ -190,8 +192,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     if typed["targets"]:
         yield from _unsupported_pairs(typed["targets"], used_recipes)
     if typed["importance"]:
-        yield from _missing_statistics(typed["importance"], used_recipes)
-        yield from _without_effect(typed["importance"], used_recipes)
+        labels = task_class(task).calibration_labels if task in TASK_NAMES else ("given",)
+        yield from _missing_statistics(typed["importance"], used_recipes, labels)
+        yield from _without_effect(typed["importance"], used_recipes, labels[0])
 
 
 def _control_mistakes(
@@ -228,6 +231,16 @@ def _saved_logits(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str
             if (distillation := getattr(training, "distillation", None)) and distillation.top is not None:
                 path = ".".join(filter(None, ("recipes", name, "recovery", place, "distillation.top")))
                 yield f"{path}: is only for language models, and data.task is {task}; write null"
+
+
+def _ranks_by_loss(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield a line for each rank search by the increase of a loss that is 0 for the original model."""
+    for name, recipe in recipes.items():
+        if recipe.ranks.judges_by_loss:
+            yield (
+                f"recipes.{name}.ranks: {recipe.ranks.kind} allows an increase relative to the original model's loss, "
+                f"which is 0 for {task}; write other ranks, such as waterfill"
+            )
 
 
 def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Mapping[str, Any]) -> Iterator[str]:
@@ -271,7 +284,12 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
-        yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write given"
+        yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write {kind.calibration_labels[0]}"
+    if kind.from_original:
+        if typed["teacher"] and typed["teacher"].epochs:
+            yield f"teacher.epochs: must be 0, since {task} compresses the base model as it is"
+        if typed["model"] and typed["model"].new:
+            yield f"model.new: {task} compresses a base model; write null, and a model for model.base"
 
 
 def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
@@ -323,9 +341,9 @@ def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
     kind = task_class(task)
     named = {role: name for role, name in columns.items() if isinstance(name, str)}
     null = [role for role, name in columns.items() if name is None]
-    if kind.running_text and "label" in named:
+    if kind.label == "refused" and "label" in named:
         yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
-    if not kind.running_text and "label" in null:
+    if kind.label == "required" and "label" in null:
         yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
     if kind.text_pair == "required" and "text_pair" in null:
         yield f"data.columns.text_pair: is null, but {task} needs a second text; write the name of its column"
@@ -345,7 +363,14 @@ def _unsupported_pairs(targets: schema.TargetPatterns, recipes: Mapping[str, Rec
                     )
 
 
-def _missing_statistics(importance: schema.Importance, recipes: Mapping[str, Recipe]) -> Iterator[str]:
+def _missing_statistics(
+    importance: schema.Importance, recipes: Mapping[str, Recipe], labels: Sequence[schema.Labels]
+) -> Iterator[str]:
+    """Yield a line for each statistic that a recipe reads and that is not gathered, or says nothing.
+
+    Args:
+        labels: values of importance.labels that the task allows.
+    """
     for name, recipe in recipes.items():
         for part in ("shaping", "weighting", "ranks", "residual", "recovery"):
             for kind in getattr(getattr(recipe, part), "statistics", ()):
@@ -354,17 +379,23 @@ def _missing_statistics(importance: schema.Importance, recipes: Mapping[str, Rec
                 if kind == "gradients" and importance.labels != "given":
                     yield (
                         f"importance.labels: are {importance.labels}, whose mean gradient tends to zero, but "
-                        f"recipes.{name}.{part} reads it; write given"
+                        f"recipes.{name}.{part} reads it; write {'given' if 'given' in labels else 'another recipe'}"
                     )
 
 
-def _without_effect(importance: schema.Importance, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """Yield a line for each setting of the gradients that changes nothing which a recipe reads."""
+def _without_effect(
+    importance: schema.Importance, recipes: Mapping[str, Recipe], labels: schema.Labels
+) -> Iterator[str]:
+    """Yield a line for each setting of the gradients that changes nothing which a recipe reads.
+
+    Args:
+        labels: the value of importance.labels that stands where none has an effect.
+    """
     refined = [recipe.sequential.refine for recipe in recipes.values() if recipe.sequential]
     read = {kind for recipe in recipes.values() for method in recipe.methods for kind in method.statistics}
     read |= {"gradients" for refine in refined if refine and refine.error == "gradients"}
     for name, neutral, changed in (
-        ("labels", "given", ("output_gradients", "fisher", "taylor", "gradients")),
+        ("labels", labels, ("output_gradients", "fisher", "taylor", "gradients")),
         ("clip", None, ("output_gradients",)),
         ("edges", 0.0, ("output_gradients",)),
     ):

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import WRITTEN
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, Split, Task, load_split, load_task
+from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import Collate, by_length
 
@@ -28,8 +29,14 @@ def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """
     task = load_task()
     if name != "calibration":
-        return kind_of(task).encode(load_split(name), tokenizer, name)
+        return kind_of(task).encode(with_originals(load_split(name), task), tokenizer, name)
     return mixed([*_calibration(task, tokenizer)])
+
+
+def with_originals(frame: pd.DataFrame, task: Task) -> pd.DataFrame:
+    """Return `frame`; if its labels are what the original model answers, with these (`NlpTask.from_original`)."""
+    kind = kind_of(task)
+    return kind.with_originals(*load(TEACHER, kind.auto), frame) if kind.from_original else frame
 
 
 def mixed(parts: list[Dataset]) -> Dataset:
@@ -43,7 +50,7 @@ def mixed(parts: list[Dataset]) -> Dataset:
 def _calibration(task: Task, tokenizer: PreTrainedTokenizerBase) -> Iterator[Dataset]:
     """Yield the calibration examples from each text."""
     if task.sizes["calibration"]:
-        yield kind_of(task).encode(load_split("calibration"), tokenizer, "calibration")
+        yield kind_of(task).encode(with_originals(load_split("calibration"), task), tokenizer, "calibration")
     for text in json.loads((SPLITS / CALIBRATION_TEXTS).read_text()):
         sizes = {**task.sizes, "train": sys.maxsize, "calibration": text["examples"]}  # train limits data.source only
         own = task.model_copy(update={"sizes": sizes, "separator": text["separator"]})

@@ -33,7 +33,7 @@ def counts_of_both(
     if task.labels:
         both = pd.concat([classes(now, task), classes(then, task_then)], axis=1).fillna(0)
         return both.iloc[:, 0], both.iloc[:, 1]
-    if not kind_of(task).numeric_labels:
+    if not (kind_of(task).numeric_labels and "label" in now and "label" in then):
         return None
     edges = np.unique(np.quantile(then["label"], np.linspace(0, 1, _BINS + 1)[1:-1]))
     bins = (np.searchsorted(edges, rows["label"]) for rows in (now, then))

@@ -34,7 +34,7 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
             rarest = str(counts.idxmin())
             note = f"of {rarest}: add examples with it to the source, remove it, or lower check.fewest_of_class"
             yield at_least("rarest class", name, int(counts[rarest]), limits.fewest_of_class, note)
-        if kind.numeric_labels and limits.label_range:
+        if kind.numeric_labels and limits.label_range and "label" in rows:
             outside = int((~rows["label"].between(*limits.label_range)).sum())
             yield at_most("labels out of range", name, outside, 0, "correct these labels, or check.label_range")
     yield from _repeated(splits, limits)

@@ -18,6 +18,7 @@ from eckart.model.layers import factorized, merge, narrowed_shapes
 from eckart.model.module_context import eval_mode
 from eckart.model.plain_widths import restore_plain_widths
 from tasks.exporting.folders import folder_of, new_folder
+from tasks.models import sentence_files
 from tasks.models.model_io import UNLOADABLE, load, random_inputs, saved_class
 from tasks.runtime.stage_runner import StageError, quiet
 
@@ -63,6 +64,7 @@ def to_plain(name: str, folder: Path) -> str:
     with new_folder(folder) as written:
         save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
         tokenizer.save_pretrained(written)
+        sentence_files.copy(source, written)
     widths = ""
     if narrowed:
         width = f"{attribute} = {getattr(model.config, attribute)}" if attribute else "their former width"

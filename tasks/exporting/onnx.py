@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
 from tasks.data.loading import batches, encoded
 from tasks.exporting.folders import folder_of, new_folder
+from tasks.models import sentence_files
 from tasks.models.model_io import UNLOADABLE, load, saved_class
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
@@ -63,7 +65,7 @@ def export_model(name: str, source: Path) -> None:
     """
     quiet()
     scorer = load_scorer("test")
-    model, tokenizer = load(source, kind_of(scorer.task).auto, torch.float32)
+    model, tokenizer = _load(source, kind_of(scorer.task).auto)
     with output(ONNX / name) as folder:
         files, predictions = export_and_score(model, tokenizer, folder, scorer, name)
     write_predictions(exported_name(name), predictions)
@@ -154,6 +156,7 @@ def to_onnx_folder(name: str, folder: Path) -> str:
             exported = onnx.export_files(model, tokenizer, [written / file for file in _IN_FOLDER], test, calibration)
             plain_config(model).save_pretrained(written)
             tokenizer.save_pretrained(written)
+            sentence_files.copy(folder_of(name), written)
             saved = written / "tokenizer_config.json"
             # optimum's transformers 4 has only the older of two names of this class
             saved.write_text(saved.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
@@ -174,7 +177,7 @@ def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[B
     quiet()
     task = load_task() if folder.parent == FINETUNED and (SPLITS / "task.json").exists() else None
     try:
-        model, tokenizer = load(folder, kind_of(task).auto if task else saved_class(folder), torch.float32)
+        model, tokenizer = _load(folder, kind_of(task).auto if task else saved_class(folder))
     except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     test, calibration = (
@@ -184,10 +187,18 @@ def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[B
     return model, tokenizer, test, calibration
 
 
+def _load(folder: Path, auto: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model in float32; an embedding model then also returns the pooled embeddings."""
+    model, tokenizer = load(folder, auto, torch.float32)
+    if pooling := sentence_files.pooling_of(folder):
+        onnx.return_embeddings(model, pooling)
+    return model, tokenizer
+
+
 def _report(result: onnx.Exported) -> str:
     return (
         f"{result.parameters:,} parameters, {result.bytes / 1e6:.1f} MB. On {result.examples} examples "
-        f"its logits are within {result.difference:.1g} of torch's."
+        f"its outputs are within {result.difference:.1g} of torch's."
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
-from tasks.models import licence, task_head
+from tasks.models import licence, sentence_files, task_head
 from tasks.models.model_io import UNLOADABLE, check_weights
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
@@ -47,6 +49,8 @@ class Base(NamedTuple):
     """Fit of the base model's original head to the task."""
     head: str
     """Sentence on what was done with the original head; may be empty."""
+    files: Mapping[str, str] = MappingProxyType({})
+    """Further files of the model, name → content."""
 
 
 def load_base(params: Model, task: Task) -> Base:
@@ -88,6 +92,7 @@ def load_base(params: Model, task: Task) -> Base:
             )
             check_base(model)
             terms = licence.of_base(params.base, source, options["revision"], **extra)
+            files = sentence_files.of_base(source, options["revision"], config, task)
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
@@ -95,7 +100,7 @@ def load_base(params: Model, task: Task) -> Base:
     _prepare_padding(tokenizer, model, params.base)
     _check_prefix(config, task)
     head = task_head.adapt(model, config, task, loading)
-    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head)
+    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head, files)
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:

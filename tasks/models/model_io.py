@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapte
 from eckart.model import hf_format
 from eckart.model.macs import macs
 from tasks.artifacts.results_schema import Size
+from tasks.models import sentence_files
 from tasks.nlp_tasks._prediction import inputs_device
 from tasks.runtime.stage_runner import StageError
 
@@ -67,9 +68,10 @@ def saved_class(folder: Path) -> type[PreTrainedModel]:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model, factorized or not, and its tokenizer as a Hugging Face folder."""
+    """Write a model made from the original, factorized or not, and its tokenizer as a Hugging Face folder."""
     hf_format.save(model, folder)
     tokenizer.save_pretrained(folder)
+    sentence_files.copy(TEACHER, folder)
 
 
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:

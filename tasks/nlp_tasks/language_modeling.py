@@ -48,6 +48,7 @@ def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
 class LanguageModeling(NlpTask):
     metrics: ClassVar = ("perplexity",)
     text_pair: ClassVar = "refused"
+    label: ClassVar = "refused"
     calibration_labels: ClassVar = ("given", "drawn")
     running_text: ClassVar = True
     options: ClassVar = ("calibration_blocks", "separator", "stride")

@@ -17,10 +17,10 @@ import transformers
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.calibration.losses import (
+    DrawnLoss,
     Loss,
     Objective,
     Predictions,
-    drawn_loss,
     expected_losses,
     logits_of,
     mean_loss_times_batch,
@@ -102,6 +102,8 @@ class NlpTask(ABC):
     """Whether the rows are parts of one text without labels, which is cut into blocks (for language models)."""
     text_pair: ClassVar[Literal["optional", "required", "refused"]] = "optional"
     """Whether data.columns.text_pair may be set, must be set, or must not be set."""
+    label: ClassVar[Literal["optional", "required", "refused"]] = "required"
+    """Whether data.columns.label may be set, must be set, or must not be set."""
     text_is_words: ClassVar[bool] = False
     """Whether the column data.columns.text holds a list of words for each example."""
     text_columns: ClassVar[tuple[str, ...]] = ("text", "text_pair")
@@ -159,6 +161,8 @@ class NlpTask(ABC):
     """The problem_type in config.json, which selects the loss; None if labels are neither classes nor numbers."""
     numeric_labels: ClassVar[bool] = False
     """Whether labels are numbers, and not classes."""
+    from_original: ClassVar[bool] = False
+    """Whether the labels are the original model's answers, so that teacher.epochs must be 0; see `with_originals`."""
     own_loss: ClassVar[bool] = True
     """Whether the loss that the model returns is the mean of `loss` over examples. If not, training computes it."""
     one_graph: ClassVar[bool] = True
@@ -171,6 +175,10 @@ class NlpTask(ABC):
 
     def __init__(self, spec: Task) -> None:
         self.spec = spec
+
+    def with_originals(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return `frame` with the answers of the original model as a column, which `columns` and `score` then read."""
+        raise NotImplementedError  # only a task with `from_original` has them
 
     def __init_subclass__(cls) -> None:
         if "auto_class" in cls.__dict__ and "head_class" not in cls.__dict__:
@@ -185,6 +193,11 @@ class NlpTask(ABC):
     def auto(self) -> Any:
         """The transformers auto class named by `auto_class`."""
         return getattr(transformers, self.auto_class)
+
+    @property
+    def loader(self) -> str:
+        """The class or class method of `library` that loads a model from its folder."""
+        return f"{self.auto_class}.from_pretrained"
 
     def head(self) -> dict[str, Any]:
         """Return the arguments of `from_pretrained` that set the head's size and labels."""
@@ -226,13 +239,14 @@ class NlpTask(ABC):
             labels: labels for the gradients in calibration statistics: those of the data (`given`), labels drawn from
                 the model's predictions (`drawn`), or the expectation over all labels (`expected`).
         """
-        drawn = drawn_loss(self.predictions, self.spec.seed)
+        drawn: Loss = DrawnLoss(self.predictions, self.spec.seed, classes=not self.numeric_labels)
         return Objective(
             loss=self.loss,
             calibration_loss={"given": self.loss, "expected": expected_losses, "drawn": drawn}[labels],
             training_loss=self.training_loss,
             predictions=self.predictions,
             classes=not self.numeric_labels,
+            dropout=not self.from_original,  # the original answers without, so dropout would only add noise
         )
 
     # Scores and answers: by default the metric is the mean of the column of `Scored.predictions` with the same name.
@@ -243,8 +257,12 @@ class NlpTask(ABC):
     """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
     """Whether even good models are far from a perfect score, so that a low score alone causes no warning."""
+    answers_pairs: ClassVar[bool] = True
+    """Whether a served version answers a pair of texts, if the data have pairs; otherwise it answers a text."""
     answers_may_differ: ClassVar[bool] = False
     """Whether rounding may change an answer altogether: it may decide between two equally likely tokens of a text."""
+    library: ClassVar[str] = "transformers"
+    """The library's name on the Hugging Face hub (library_name)."""
     pipeline: ClassVar[str] = "text-classification"
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 

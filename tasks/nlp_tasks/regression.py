@@ -61,7 +61,7 @@ class Regression(SequenceTask):
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
         values = outputs.squeeze(-1)
-        return {"pearson": _correlation(pearsonr, labels, values), "spearman": _correlation(spearmanr, labels, values)}
+        return {"pearson": correlation(pearsonr, labels, values), "spearman": correlation(spearmanr, labels, values)}
 
     def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
         return pd.DataFrame({"label": labels, "value": outputs.squeeze(-1)})
@@ -80,7 +80,7 @@ class Regression(SequenceTask):
         return {"pearson": on_draws.pearson, "spearman": on_draws.spearman}[self.spec.metric](rows)
 
 
-def _correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:
+def correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:
     """Return a correlation, or 0 if labels or values are constant."""
     if np.ptp(values) == 0 or np.ptp(labels) == 0:
         return 0.0

@@ -36,7 +36,7 @@ def card(results: Results, candidate: CandidateResults) -> str:
         ],
         as_code=as_code,
         facts=provenance(results),
-        auto=kind_of(results.task).auto.__name__,
+        kind=kind_of(results.task),
         recipe=recipes_yaml(results, [candidate.recipe]),
     )
 
@@ -49,9 +49,9 @@ def as_code(text: str) -> str:
 
 def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
     data, model = results.settings.data, results.settings.model
-    pipeline = kind_of(results.task).pipeline
+    kind = kind_of(results.task)
     result = EvalResult(
-        task_type=pipeline,
+        task_type=kind.pipeline,
         dataset_type=hub_id(data.source, PACKAGED) or "other",
         dataset_name=Path(data.source).name,  # of a local folder, only its name
         dataset_config=data.config,
@@ -66,8 +66,8 @@ def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
         license=results.dense.licence.get("license"),
         license_name=results.dense.licence.get("license_name"),
         license_link=results.dense.licence.get("license_link"),
-        library_name="transformers",
-        pipeline_tag=pipeline,
+        library_name=kind.library,
+        pipeline_tag=kind.pipeline,
         tags=["eckart", "low-rank", "compression", candidate.recipe],
         datasets=[source] if (source := hub_id(data.source, PACKAGED)) else None,
         metrics=[results.task.metric],

@@ -18,6 +18,7 @@ from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import Score, Scores, predictions_file
 from tasks.artifacts.task_spec import Split, Task, load_split, load_task, load_texts
 from tasks.config.schema import Evaluate, section
+from tasks.data.loading import with_originals
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Scored
 from tasks.runtime.stage_runner import say
@@ -83,7 +84,9 @@ class Scorer:
 
 def load_scorer(*splits: Split) -> Scorer:
     """Load the task, the settings and these splits of the study in the current folder."""
-    return Scorer(load_task(), section("evaluate", Evaluate), {split: load_split(split) for split in splits})
+    task = load_task()
+    frames = {split: with_originals(load_split(split), task) for split in splits}
+    return Scorer(task, section("evaluate", Evaluate), frames)
 
 
 def same_weights(before: Path, after: Path) -> bool:

@@ -62,6 +62,7 @@ def train(
     micro_batch: int | None = None,
     optimizer: Optimizer = "adamw",
     loss: Loss | None = None,
+    dropout: bool = True,
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write the training curve to the file `curve`.
 
@@ -74,6 +75,7 @@ def train(
         schedule: the learning rate after the warm-up (eckart/training/learning_rate.py).
         last_rate: learning rate to which it falls, ÷ the peak.
         loss: the loss whose mean over examples is minimized; None: the model's own loss.
+        dropout: whether the model's dropout is on.
         checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
         precision: bf16 for mixed precision; None computes in the type of the weights.
         micro_batch: largest number of examples of a process in a forward and backward pass; the gradients of a step's
@@ -128,6 +130,7 @@ def train(
         rules=rules,
         rate=rate,
         loss=loss,
+        dropout=dropout,
         micro_batch=micro_batch or batch_size,
     )
     trainer.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
@@ -161,6 +164,7 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
         use_cpu=not torch.cuda.is_available(),
         ddp_backend="gloo" if "RANK" in os.environ and not torch.cuda.is_available() else None,
         average_tokens_across_devices=False,  # True would multiply the loss, already a mean, by the processes
+        label_names=["labels"],  # kept in the batches even if the model itself reads none
         logging_nan_inf_filter=False,  # a loss that is not finite must be logged
         save_strategy="no",  # Checkpoints decides when to save
         save_total_limit=2,
@@ -200,6 +204,7 @@ class _RuleTrainer(Trainer):
         rules: Sequence[Rule],
         rate: Callable[[int], float],
         loss: Loss | None,
+        dropout: bool,
         micro_batch: int,
         **kwargs: Any,
     ) -> None:
@@ -207,6 +212,7 @@ class _RuleTrainer(Trainer):
         self.rate = rate
         """Number of steps that are done → learning rate of the next one, as a share of the peak."""
         self.loss = loss
+        self.dropout = dropout
         self.rules = rules
         self.micro_batch = micro_batch
         self.options = {name: value for rule in rules for name, value in rule.forward_options.items()}
@@ -237,9 +243,14 @@ class _RuleTrainer(Trainer):
     ) -> Any:
         for rule in self.rules if self.begins else ():
             rule.before_forward(self.state.global_step)
+        if not self.dropout:
+            model.eval()
         batch = {**inputs, **self.options}
-        own, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
-        loss = own if self.loss is None else mean_loss(self.loss, outputs, inputs)
+        if self.loss is None:
+            loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
+        else:  # the model may have no loss of its own
+            outputs = model(**{name: values for name, values in batch.items() if name != "labels"})
+            loss = mean_loss(self.loss, outputs, inputs)
         if self.rules:
             self.step_loss += self.share * float(loss.detach())
         for rule in self.rules:

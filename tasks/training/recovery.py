@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ def load_teacher(auto: type[Any]) -> PreTrainedModel:
 def recover(
     problem: RecoveryProblem,
     recovery: Recovery,
-    data: Dataset,
+    examples: Callable[[], Dataset],
     collate: Collate,
     curve: Path,
     trainer: Trainer,
@@ -43,19 +44,21 @@ def recover(
     """Train the model of `problem` on the task in place.
 
     Args:
-        data: training examples.
-        collate: function that makes a batch from examples of `data`.
+        examples: function that loads the training examples; it is not called if there is no step.
+        collate: function that makes a batch from examples.
         curve: file of the training curve.
         residual: method that prunes a residual during the first training; None if the model has no residual.
         storage: the form that the factors have at the end; in training they always have the form `factors`.
     """
     steps = 0
+    data = examples() if any(training.steps for training in recovery.trainings.values()) else []
     for training in recovery.trainings.values():
         rules = [residual.rule(problem, training.steps)] if residual and not steps else []
         given = replace(problem, teacher_logits=partial(saved_logits, problem, data, collate, training, trainer))
         rules = [*rules, *training.rules(given)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
         options = {**training.options(), **trainer.options(), "seed": problem.seed}
-        options |= {"loss": problem.objective.training_loss, "rules": rules, "before": steps}
+        objective = problem.objective
+        options |= {"loss": objective.training_loss, "dropout": objective.dropout, "rules": rules, "before": steps}
         steps += train(problem.model, collate, data, curve, **options)
     if storage == "pivoted":
         pivot(problem.model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, drawn_loss, expected_losses, logits_of
+from eckart.calibration.losses import Batch, DrawnLoss, expected_losses, logits_of
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tasks.nlp_tasks import kind_of
@@ -57,7 +57,7 @@ def test_expected_and_drawn_statistics_need_no_given_labels():
     batch = tiny.collate(SAMPLES)
     other = {**batch, "labels": (batch["labels"] + 1) % tiny.LABELS}
     without = {name: values for name, values in batch.items() if name != "labels"}
-    for loss in (expected_losses, drawn_loss(logits_of, 0)):
+    for loss in (expected_losses, DrawnLoss(logits_of, 0)):
         moments = [collect(model, [one], targets, ["output_gradients"], loss) for one in (batch, other, without)]
         for name, moment in moments[0]["output_gradients"].items():
             assert all(torch.equal(some["output_gradients"][name], moment) for some in moments)
@@ -66,7 +66,7 @@ def test_expected_and_drawn_statistics_need_no_given_labels():
 def test_drawn_labels_do_not_depend_on_batches_and_padding():
     model, targets = case("bert")
     alone, together = (
-        collect(model, batches, targets, ["output_gradients"], drawn_loss(logits_of, 3))["output_gradients"]
+        collect(model, batches, targets, ["output_gradients"], DrawnLoss(logits_of, 3))["output_gradients"]
         for batches in (tiny.batches(SAMPLES, 1), tiny.batches(SAMPLES, 4, 11))
     )
     for name, moment in alone.items():
@@ -75,14 +75,14 @@ def test_drawn_labels_do_not_depend_on_batches_and_padding():
 
 def test_the_drawn_loss_is_the_sum_over_examples_of_their_means():
     """For blocks of one length, as in language modelling, with every token drawn on its own."""
-    model, loss = tiny.causal_llama().double().eval(), drawn_loss(LANGUAGE.predictions, 3)
+    model, loss = tiny.causal_llama().double().eval(), DrawnLoss(LANGUAGE.predictions, 3)
     some = [{"input_ids": tiny.samples(1, 6, 6, seed)[0][0].unsqueeze(0)} for seed in range(4)]
     some = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in some]
     together = {name: torch.cat([batch[name] for batch in some]) for name in some[0]}
     each = torch.stack([loss(model, batch) for batch in some])
     torch.testing.assert_close(loss(model, together), each.sum())
     assert torch.equal(loss(model, together), loss(model, together))
-    assert not torch.equal(drawn_loss(LANGUAGE.predictions, 4)(model, together), loss(model, together))
+    assert not torch.equal(DrawnLoss(LANGUAGE.predictions, 4)(model, together), loss(model, together))
 
 
 def test_labels_are_drawn_by_their_probabilities():
@@ -92,6 +92,6 @@ def test_labels_are_drawn_by_their_probabilities():
     drawn: Counter[float] = Counter()
     for seed in range(500):
         batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-        drawn[round(float(drawn_loss(logits_of, seed)(model, batch).neg().exp()), 3)] += 1
+        drawn[round(float(DrawnLoss(logits_of, seed)(model, batch).neg().exp()), 3)] += 1
     assert set(drawn) == {0.5, 0.3, 0.2}
     assert all(abs(count / 500 - share) < 0.07 for share, count in drawn.items())

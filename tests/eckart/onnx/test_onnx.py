@@ -36,7 +36,7 @@ from eckart.model.hf_format import save
 from eckart.model.layers import PivotedLinear, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import find_targets
-from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, return_embeddings, runner
 from eckart.onnx.exporting import TOLERANCE, Exported, _eager_attention, _move
 from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
@@ -278,6 +278,20 @@ def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(
             torch.testing.assert_close(actual[real], expected[name][real], rtol=0, atol=1e-5)
 
 
+def test_a_model_without_a_head_gives_its_states_and_the_embeddings_pooled_from_them(tmp_path: Path) -> None:
+    model, file = shallow(lambda: tiny.bert().base_model).eval(), tmp_path / "model.onnx"
+    return_embeddings(model, "mean")
+    export(model, tiny.words(), file)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        real = inputs["attention_mask"] == 1
+        with torch.no_grad():
+            expected = model(**inputs)
+        found = runner(file)(inputs)
+        for name, places in (("last_hidden_state", real), ("sentence_embedding", slice(None))):
+            torch.testing.assert_close(found[name][places], expected[name][places], rtol=0, atol=1e-5)
+
+
 def gpt2_that_writes(vocabulary: int = tiny.VOCABULARY) -> PreTrainedModel:
     return shallow(tiny.gpt2, GPT2LMHeadModel, vocab_size=vocabulary, use_cache=False)  # training leaves no cache
 
@@ -399,9 +413,9 @@ def t5() -> PreTrainedModel:
         (t5, r"\bT5ForConditionalGeneration .*optimum\.exporters\.onnx\.onnx_export_from_model"),
         (lstm, r"\bLSTMForCausalLM\b"),
         (tiny.ARCHITECTURES["mamba"].build, r"\bMambaForSequenceClassification\b.*in torch"),
-        (lambda: tiny.bert().base_model, r"^a BertModel "),
+        (tiny.of("BertForPreTraining"), r"^a BertForPreTraining "),
     ],
-    ids=["encoder and decoder", "loop over tokens", "loop that takes minutes to trace", "no head"],
+    ids=["encoder and decoder", "loop over tokens", "loop that takes minutes to trace", "two heads of other names"],
 )
 def test_models_that_cannot_be_exported_are_refused(
     make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -495,7 +509,6 @@ def test_a_folder_has_what_optimum_and_transformers_js_look_for() -> None:
 def test_wrong_names_are_errors() -> None:
     for name, file, match in (
         ("svd-0.6", "model.onnx", r"^svd-0\.6 .* svd-0\.5"),
-        ("models/base/tiny", "model.onnx", r"^models/base/tiny: "),
         ("svd-0.5", "model.pt", r"^model\.pt: .*\.onnx"),
         ("svd-0.5", "params.yaml/model.onnx", r"^params\.yaml/model\.onnx "),
     ):

@@ -42,8 +42,8 @@ from tasks.artifacts.generation import Generation
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tests import tiny
+from tests.tasks.nlp_tasks import test_embedding, test_summarization, test_token_classification
 from tests.tasks.nlp_tasks import test_question_answering as test_answers
-from tests.tasks.nlp_tasks import test_summarization, test_token_classification
 from tests.tasks.scoring import test_scores
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
@@ -165,6 +165,9 @@ CASES = {
     ),
     "token_classification": Case(
         a_task("token_classification", test_token_classification.TAGS, "f1", 8), tagger, tiny_tokenizer, tagged
+    ),
+    "embedding": Case(
+        test_embedding.task(pooling="max"), test_embedding.model, tiny_tokenizer, lambda: test_scores.rows()
     ),
     "question_answering": Case(
         test_answers.task(12), test_answers.bert, tiny_tokenizer, lambda: test_answers.asked(20)

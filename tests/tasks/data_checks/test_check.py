@@ -103,6 +103,7 @@ def test_few_rows_an_absent_class_and_labels_out_of_range_are_found() -> None:
 TEXTS = sentences(10, 0)
 COLUMNS: dict[TaskName, tuple[list[str], dict[str, Any]]] = {
     "classification": (["bad", "good"], {"text": TEXTS, "label": [0, 1] * 5}),
+    "embedding": ([], {"text": TEXTS}),
     "multi_label_classification": (["a", "b"], {"text": TEXTS, "label": [[], [0], [1], [0, 1], [1]] * 2}),
     "regression": ([], {"text": TEXTS, "label": np.linspace(0, 5, 10, dtype="float32")}),
     "token_classification": (["O", "X"], {"text": [np.array(["a", text]) for text in TEXTS], "label": [[0, 1]] * 10}),
@@ -117,7 +118,8 @@ def test_good_data_of_every_task_break_nothing(kind: TaskName) -> None:
     names, columns = COLUMNS[kind]
     task, now = a_task(kind, names, task_class(kind).metrics[0]), pd.DataFrame(columns)
     assert all(finding.passed for finding in changed(now, now, task).values())
-    assert broken(dict.fromkeys(("train", "validation", "test"), now), task, largest_leaked=None) == {}  # type: ignore[arg-type]
+    same: dict[Split, pd.DataFrame] = dict.fromkeys(("train", "validation", "test"), now)
+    assert broken(same, task, largest_leaked=None, label_range=(0.0, 5.0)) == {}
 
 
 def test_the_distance_of_labels_is_that_by_hand() -> None:

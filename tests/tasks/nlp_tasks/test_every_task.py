@@ -20,6 +20,7 @@ from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.data.loading import batches
 from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
 from tasks.scoring.bootstrap import metric_of_all
+from tests.tasks.nlp_tasks import test_embedding as embedding
 from tests.tasks.nlp_tasks import test_language_modeling as language
 from tests.tasks.nlp_tasks import test_multi_label_classification as multi_label
 from tests.tasks.nlp_tasks import test_question_answering as question
@@ -47,6 +48,7 @@ CASES = {
         lambda: classification.bert(1, problem_type="regression"),
         lambda: classification.rows(regression=True),
     ),
+    "embedding": Case(embedding.task(), embedding.model, embedding.rows),
     "multi_label_classification": Case(multi_label.TASK, multi_label.model, multi_label.rows),
     "token_classification": Case(token.TASK, token.bert, token.rows),
     "question_answering": Case(question.task(), question.bert, lambda: question.asked(30)),
@@ -78,12 +80,13 @@ def test_a_score_depends_on_neither_batches_nor_order_nor_mode_and_leaves_the_mo
 
 @every_task
 def test_the_loss_is_the_mean_of_the_model_s_own_over_examples_without_padding(case: Case) -> None:
-    """Of a summary, over its tokens."""
+    """Of a summary, over its tokens; of an embedding, whose model returns no loss, that of the task."""
     kind, model, rows = kind_of(case.task), case.model().eval(), case.rows()
     collate, losses, weights = kind.collate(case.tokenizer(), model), [], []
     for example in kind.encode(rows, case.tokenizer(), "test"):
         with torch.no_grad():
-            losses.append(float(model(**collate([example])).loss))
+            own = model(**(batch := collate([example]))).get("loss")
+            losses.append(float(kind.loss(model, batch) if own is None else own))
         weights.append(len(example["labels"]) if case.task.kind == "summarization" else 1)
     expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
     assert kind.score(model, case.tokenizer(), rows, 8, "test").score.loss == pytest.approx(expected, rel=1e-5)
@@ -122,9 +125,8 @@ def test_the_metric_follows_from_the_rows(case: Case) -> None:
 @every_task
 def test_an_output_that_is_not_finite_is_an_error(case: Case) -> None:
     model = case.model()
-    *_, last = model.parameters()
     with torch.no_grad():
-        last.fill_(torch.nan)
+        model.get_input_embeddings().weight.fill_(torch.nan)
     with pytest.raises(StageError):
         kind_of(case.task).score(model, case.tokenizer(), case.rows(), 8, "test")
 

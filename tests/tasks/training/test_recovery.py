@@ -28,7 +28,7 @@ def test_a_recovery_is_its_trainings_one_after_the_other(tmp_path: Path, setting
     objective = kind_of(a_task("classification", ("no", "yes"), "accuracy")).objective()
     problem = RecoveryProblem(model, (), 1.0, 7, objective, teacher=bert, source=bert)
     recovery = TypeAdapter(Recovery).validate_python(settings)
-    recover(problem, recovery, rows(), collate(), tmp_path / "curve.jsonl", Trainer())
+    recover(problem, recovery, rows, collate(), tmp_path / "curve.jsonl", Trainer())
     for number, training in enumerate(recovery.trainings.values()):
         options = {**training.options(), "seed": 7, "before": 3 * number, "loss": objective.training_loss}
         train(expected, collate(), rows(), tmp_path / "expected.jsonl", **options)

@@ -66,7 +66,7 @@ def recovered(
     problem = RecoveryProblem(student(), (), 1.0, 0, objective, teacher=teacher, source=teacher)
     taught = Distillation(layers=0.0, logits=10.0, top=top)
     recovery = Finetune(steps=steps, batch_size=4, learning_rate=1e-3, warmup=0.0, distillation=taught)
-    recover(problem, recovery, blocks(), default_data_collator, Path("curve.jsonl"), trainer or Trainer())
+    recover(problem, recovery, blocks, default_data_collator, Path("curve.jsonl"), trainer or Trainer())
     return dict(problem.model.state_dict())
 
 

@@ -1,0 +1,6 @@
+"""Names of poolings, as in eckart/calibration/embeddings.py, whose import loads torch."""
+
+from typing import Literal
+
+Pooling = Literal["mean", "cls", "max", "lasttoken"]
+"""How an embedding is made of the states of a text's tokens."""

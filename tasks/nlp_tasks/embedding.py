@@ -1,0 +1,180 @@
+"""Embedding: a vector for each text, whose cosines tell how similar two texts are.
+
+A compressed model should give the vectors of the original, so the original's embeddings are the labels of all training
+and scoring (`NlpTask.from_original`), and the data need none. A column of scores for pairs of texts serves the metric
+`spearman` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eckart.calibration.embeddings import embeddings
+from eckart.calibration.losses import Batch, Loss, Predictions
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.metrics import Metric, MetricName
+from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks._prediction import Columns, predict
+from tasks.nlp_tasks.nlp_task import NUMBERS, Answers, NlpTask, Scored, Tokenizer
+from tasks.nlp_tasks.regression import Regression, correlation
+from tasks.scoring import metrics_on_draws as on_draws
+from tasks.scoring.metrics_on_draws import OnDraws, mean_of
+
+if TYPE_CHECKING:
+    from tasks.config.schema import Data
+
+_BATCH = 64  # texts that the original embeds at a time
+_NEIGHBOURS = 10
+_AT_ONCE = 1024  # texts whose cosines with all others are in memory
+_WORDS = 4096  # of the trivial baseline
+
+
+class Embedding(NlpTask):
+    metrics: ClassVar = ("recall_at_10", "spearman")
+    own_metrics: ClassVar = {"recall_at_10": Metric("recall@10", share=True)}
+    mean_metrics: ClassVar = ("recall_at_10",)
+    trivial_answer: ClassVar = "TF-IDF vectors, which count words"
+    answer_columns: ClassVar = {"embedding": NUMBERS}
+    answers_pairs: ClassVar = False
+    label: ClassVar = "optional"
+    numeric_labels: ClassVar = True
+    from_original: ClassVar = True
+    own_loss: ClassVar = False
+    calibration_labels: ClassVar = ("drawn",)
+    auto_class: ClassVar = "AutoModel"
+    options: ClassVar = ("pooling", "prefix")
+    library: ClassVar = "sentence-transformers"
+    loader: ClassVar = "SentenceTransformer"
+    pipeline: ClassVar = "sentence-similarity"
+
+    @classmethod
+    def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        labelled = params.columns.label is not None
+        if labelled and params.columns.text_pair is None:
+            raise StageError(
+                "data.columns.label must name the scores of pairs of texts, but data.columns.text_pair is null: name "
+                "the column of the second text, or write null for label"
+            )
+        if params.metric == "spearman" and not labelled:
+            raise StageError(
+                "data.metric is spearman, the correlation with scores of pairs of texts: name their columns in "
+                "data.columns, text_pair and label, or write recall_at_10"
+            )
+        for name in ("validation", "test"):
+            if (different := len(np.unique(_texts(splits[name])))) <= _NEIGHBOURS + 1:
+                raise StageError(
+                    f"the {name} split has {different} different texts, so the {_NEIGHBOURS} nearest to a text are "
+                    f"always all others: give it a hundred or more (data.sizes.{name}, data.shares.{name})"
+                )
+        return Regression.convert_labels(splits, params) if labelled else ()
+
+    @classmethod
+    def meaning(cls, labels: Sequence[object]) -> str:
+        return "a vector"
+
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
+        """Return each text as an example of its own, also those of a pair, with the original's embedding as label."""
+        texts = [f"{self.spec.prefix or ''}{text}" for text in _texts(frame).ravel()]
+        inputs = dict(tokenizer(texts, truncation=True, max_length=self.spec.max_length))
+        return {**inputs, "labels": _originals(frame).reshape(len(texts), -1)} if "original" in frame else inputs
+
+    def with_originals(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return `frame` with the column `original`: the embeddings that `model` gives a row's texts, joined."""
+        return frame.assign(original=[*self._embeddings(model, tokenizer, frame, _BATCH).reshape(len(frame), -1)])
+
+    @property
+    def predictions(self) -> Predictions:
+        return embeddings(self.spec.pooling or "mean")
+
+    @property
+    def loss(self) -> Loss:
+        """Half the squared distance of the embedding from the original's, which is one minus their cosine."""
+        embed = self.predictions
+
+        def distance(model: Any, batch: Batch) -> Tensor:
+            inputs = {name: values for name, values in batch.items() if name != "labels"}
+            return (embed(model(**inputs), batch) - batch["labels"]).square().sum() / 2
+
+        return distance
+
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
+    ) -> Scored:
+        """Compare a model's embeddings with the original's and, if pairs of texts have scores, with these."""
+        found = self._embeddings(model, tokenizer, frame, batch)
+        rows = _rows(frame, found)
+        metrics: dict[MetricName, float] = {"recall_at_10": float(rows["recall_at_10"].mean())}
+        if "label" in rows:
+            metrics["spearman"] = correlation(spearmanr, rows["label"].to_numpy(), rows["value"].to_numpy())
+        return self.scored(metrics, float(1 - (found * _originals(frame)).sum(-1).mean()), rows)
+
+    def _embeddings(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int) -> np.ndarray:
+        """Return the embeddings of each row's texts, `(rows, texts of a row, width)`."""
+        data = self.columns(frame.drop(columns="original", errors="ignore"), tokenizer, "test")
+        (found,) = predict(model, data, self.collate(tokenizer, model), batch, self._read)
+        return found.reshape(*_texts(frame).shape, -1)
+
+    def _read(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        pooled = outputs.get("sentence_embedding")  # of an ONNX graph
+        return (self.predictions(outputs, batch) if pooled is None else pooled,)
+
+    def answers(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
+    ) -> list[Answers]:
+        found = self._embeddings(model, tokenizer, frame[["text"]], batch)
+        return [{"embedding": embedding.tolist()} for (embedding,) in found]
+
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Embed texts by TF-IDF: counts of the most frequent training words, each weighted by how few texts have it."""
+        from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
+
+        texts = _texts(frame)
+        words = TfidfVectorizer(max_features=_WORDS, dtype=np.float32).fit(_texts(train).ravel())
+        return _rows(frame, words.transform(texts.ravel()).toarray().reshape(*texts.shape, -1))
+
+    def on_draws(self, rows: pd.DataFrame) -> OnDraws:
+        return on_draws.spearman(rows) if self.spec.metric == "spearman" else mean_of(rows["recall_at_10"])
+
+
+def _texts(frame: pd.DataFrame) -> np.ndarray:
+    """Return the texts of each row, `(rows, 1)`, or `(rows, 2)` for pairs."""
+    return frame[[name for name in ("text", "text_pair") if name in frame]].to_numpy()
+
+
+def _originals(frame: pd.DataFrame) -> np.ndarray:
+    """Return the original's embeddings of each row's texts, `(rows, texts of a row, width)`."""
+    return np.stack(frame["original"].to_list()).reshape(*_texts(frame).shape, -1)
+
+
+def _rows(frame: pd.DataFrame, found: np.ndarray) -> pd.DataFrame:
+    """Return the per-example results of embeddings `found` `(rows, texts of a row, width)`, each of length 1.
+
+    The recall of a text is the share of its ten nearest other texts, by the original's embeddings, that are among the
+    ten nearest by those found; that of a pair is the mean over its texts. Each text counts once as a neighbour.
+    """
+    texts = _texts(frame)
+    _, places, back = np.unique(texts.ravel(), return_index=True, return_inverse=True)
+    wanted, nearest = (_neighbours(each.reshape(texts.size, -1)[places]) for each in (_originals(frame), found))
+    recall = (wanted[:, :, None] == nearest[:, None, :]).any(-1).mean(1)
+    rows = pd.DataFrame({"recall_at_10": recall[back].reshape(texts.shape).mean(1)})
+    if "label" in frame:
+        rows = rows.assign(label=frame["label"].to_numpy(), value=(found[:, 0] * found[:, 1]).sum(-1))
+    return rows
+
+
+def _neighbours(vectors: np.ndarray) -> np.ndarray:
+    """Return the places of each vector's nearest others by their products, `(vectors, neighbours)`."""
+    count, found = min(_NEIGHBOURS, len(vectors) - 1), []
+    for start in range(0, len(vectors), _AT_ONCE):
+        products = vectors[start : start + _AT_ONCE] @ vectors.T
+        own = np.arange(len(products))
+        products[own, start + own] = -np.inf
+        found.append(np.argpartition(-products, count, axis=1)[:, :count])
+    return np.concatenate(found)
