@@ -151,7 +151,7 @@ class _Data:
     def calibration(self, examples: int | None, skip: int = 0) -> Sequence[Batch]:
         """Move the model to the accelerator; return calibration examples there, in batches (see Calibration)."""
         data = self.encoded("calibration")
-        rows = range(len(data))[skip : None if examples is None else skip + examples]
+        rows = [*range(len(data))[skip : None if examples is None else skip + examples]]  # select refuses empty ranges
         return list(batches(data.select(rows), self.collate, self.batch_size, place(self.model)))
 
 
