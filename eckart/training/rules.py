@@ -48,7 +48,7 @@ class Rule:
         return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """Return a term that the loop adds to the task loss `outputs.loss`, or None."""
+        """Return a term that the loop adds to the task loss, or None."""
 
     def after_backward(self, step: int) -> None:
         """Hook after the last backward pass of a step, to use the gradients, which are not clipped yet."""
