@@ -52,6 +52,8 @@ def of_data(
     rows = read_file(files["train"]).to_pandas()
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
+    if label is None and task_class(kind).label != "required":
+        columns["label"] = None  # a column of this name may hold something else
     config, tokenizer = read_base(base)
     changes: dict[str, Any] = {
         "data": {

@@ -13,6 +13,7 @@ import pytest
 from flows.workspace import params_from_data
 from tasks.artifacts.errors import EckartError
 from tasks.config import validation, yaml_edit
+from tasks.models import sentence_files
 from tests.workspace import BASE, REPOSITORY, bert, reviews, tiny_tokenizer, write_base
 
 RAW = Path("data/raw")
@@ -119,6 +120,18 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     assert found["data"]["columns"]["label"] is None
     assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
     assert found["evaluate"]["texts"]
+
+
+def test_an_embedding_study_has_the_pooling_of_its_base_and_needs_no_label(workspace: Path) -> None:
+    """A column label may be there for something else, unless it is named."""
+    sentence_files.write(Path(BASE), {"1_Pooling/config.json": '{"pooling_mode": "lasttoken"}'})
+    texts = [f"{word} {text}" for word in ("the", "and", "is") for text in reviews()["text"]]
+    source = table(text=texts, label=["a", "b", "c"] * 60)
+    yaml_edit.update({**told(source, task="embedding"), "model": {"base": BASE}})
+    data = validation.check()["data"]
+    assert (data.pooling, data.columns.label) == ("lasttoken", None)
+    with pytest.raises(EckartError, match="text_pair"):
+        told(source, task="embedding", label="label")
 
 
 @pytest.mark.parametrize("given", [{"text": "body"}, {"label": "stars"}, {}])
