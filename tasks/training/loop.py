@@ -25,6 +25,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
@@ -195,6 +196,14 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
     model.eval()
 
 
+def _stop_dropout(model: nn.Module) -> None:
+    """Put `model` into eval mode, but for layers that recompute activations, which they do in training mode only."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = module.gradient_checkpointing
+
+
 class _RuleTrainer(Trainer):
     """Trainer that calls the rules in each step, and runs the examples of a step in one or more micro-batches."""
 
@@ -244,7 +253,7 @@ class _RuleTrainer(Trainer):
         for rule in self.rules if self.begins else ():
             rule.before_forward(self.state.global_step)
         if not self.dropout:
-            model.eval()
+            _stop_dropout(model)
         batch = {**inputs, **self.options}
         if self.loss is None:
             loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)

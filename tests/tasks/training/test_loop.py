@@ -115,3 +115,17 @@ def test_a_learning_rate_that_breaks_the_loss_is_named_with_its_step(curve: Path
         trained(curve, steps=20, warmup=0.0, learning_rate=1e30)
     assert points(curve)
     assert all(map(math.isfinite, (point["loss"] for point in points(curve))))
+
+
+@pytest.mark.parametrize(("again", "passes"), [(False, 2), (True, 4)])
+def test_without_dropout_activations_are_still_recomputed(curve: Path, again: bool, passes: int) -> None:
+    """Twice the passes of a layer in two steps, and the same weights as a model whose dropout rates are 0."""
+    still, model = (bert(hidden_dropout_prob=rate, attention_probs_dropout_prob=rate) for rate in (0.0, 0.5))
+    seen: list[Any] = []
+    model.bert.encoder.layer[0].attention.register_forward_hook(lambda *call: seen.append(call))
+    trained(curve, model, steps=2, dropout=False, checkpoint_activations=again)
+    assert len(seen) == passes
+    for (name, found), expected in zip(
+        model.named_parameters(), trained(curve, still, steps=2).parameters(), strict=True
+    ):
+        torch.testing.assert_close(found, expected, msg=name)
