@@ -11,6 +11,7 @@ from functools import partial
 from transformers import set_seed
 
 from eckart.recovery import Recovery
+from eckart.recovery.finetune import Finetune
 from eckart.recovery.recovery_problem import RecoveryProblem
 from tasks.artifacts.results_schema import CONTROL_CURVE
 from tasks.artifacts.task_spec import load_task
@@ -26,10 +27,12 @@ from tasks.training.recovery import load_teacher, recover
 def control() -> None:
     """Fine-tune the original model as the recipe `study.control` fine-tunes its candidates.
 
-    If that recipe has zero steps, the model stays unchanged.
+    If that recipe has zero steps, or the model's own answers are the labels, the model stays unchanged.
     """
     recovery = section(f"recipes.{section('study.control', str)}.recovery", Recovery)
     seed, trainer, kind = section("seed", Seed), section("trainer", Trainer), kind_of(load_task())
+    if kind.from_original:  # the loss is 0, and Adam would make steps of its rounding
+        recovery = Finetune(steps=0)
     set_seed(seed)
     model, tokenizer = load(TEACHER, kind.auto)
     place(model)

@@ -3,4 +3,4 @@
 from typing import Literal
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
-"""How an embedding is made of the states of a text's tokens."""
+"""Way in which an embedding is made of the states of a text's tokens."""

@@ -53,7 +53,7 @@ class Task(BaseModel):
     separator: str | None = None
     """White space or a token between the rows of running text; None: an empty line."""
     pooling: Pooling | None = None
-    """How an embedding is made of the states of a text's tokens; None: their mean."""
+    """Way in which an embedding is made of the states of a text's tokens; None: their mean."""
     calibration_blocks: Literal["random"] | None = None
     """`random`: calibration blocks begin at random tokens of running text; None: they are a sample of its blocks."""
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Task
@@ -25,9 +26,10 @@ def task(kind: TaskName, metric: MetricName, labels: tuple[str, ...] = ("no", "y
 def drawn(kind: TaskName, rows: int = 60, seed: int = 0, classes: int = 2) -> pd.DataFrame:
     """What rows might contribute."""
     generator = np.random.default_rng(seed)
-    if kind == "regression":
+    if kind in ("regression", "embedding"):
         label = generator.normal(size=rows).round(1)  # with ties
-        return pd.DataFrame({"label": label, "value": label + generator.normal(size=rows)})
+        found = pd.DataFrame({"label": label, "value": label + generator.normal(size=rows)})
+        return found.assign(recall_at_10=generator.random(rows)) if kind == "embedding" else found
     if kind == "language_modeling":
         return pd.DataFrame({"loss": generator.gamma(3.0, size=rows)})
     if kind == "classification":
@@ -58,6 +60,8 @@ def as_scored(one: Task, rows: pd.DataFrame) -> float:
         return kind.all_metrics(rows[["value"]].to_numpy(), labels.to_numpy())[one.metric]
     if one.kind == "token_classification":
         return kind.all_metrics(*(padded(rows[name]) for name in ("guess", "label")))[one.metric]
+    if one.metric == "spearman":
+        return float(spearmanr(labels, rows["value"]).statistic)
     return math.exp(rows["loss"].mean()) if one.kind == "language_modeling" else rows[one.metric].mean()
 
 
