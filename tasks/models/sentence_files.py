@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,14 @@ def of_base(source: str, revision: str | None, config: PreTrainedConfig, task: T
 
 
 def pooling_of(source: str | Path, revision: str | None = None) -> Pooling | None:
-    """Return the pooling of an embedding model; None if `source` is none, or pools in another way.
+    """Return the pooling of an embedding model; None if `source` is none, or embeds in another way.
 
     Args:
         source: a folder, or the id of a model on the hub.
     """
-    content = _content(source, _POOLING, revision)
-    stated = None if content is None else _pooling(json.loads(content))
+    content, modules = (_content(source, name, revision) for name in (_POOLING, _MODULES))
+    known = modules is None or _are_known(json.loads(modules))
+    stated = _pooling(json.loads(content)) if content and known else None
     return next((name for name in _FLAGS if name == stated), None)
 
 
@@ -78,8 +80,12 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy the files from one folder of a model to another; there are none if it is no embedding model."""
+    """Copy the files from one folder of a model to another, with further modules; a model of another kind has none."""
     write(folder, {name: (source / name).read_text() for name in _FILES if (source / name).exists()})
+    for module in json.loads((source / _MODULES).read_text()) if (source / _MODULES).exists() else ():
+        name = Path(module["path"]).name
+        if name not in ("", "..") and (source / name).is_dir():  # so that no path leads out of `folder`
+            shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
 
 
 def _content(source: str | Path, name: str, revision: str | None) -> str | None:
@@ -88,14 +94,21 @@ def _content(source: str | Path, name: str, revision: str | None) -> str | None:
 
 
 def _check_modules(modules: list[dict[str, Any]]) -> None:
-    kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-    paths = [module["path"] for module in modules[:2]]
-    if kinds not in (_KINDS, _KINDS[:2]) or paths != ["", Path(_POOLING).parent.name]:
+    if not _are_known(modules):
         raise StageError(
-            f"model.base has the modules {', '.join(kinds)}, and data.task embedding knows Transformer, Pooling and "
-            "Normalize, with the transformer's files at the top of the folder and Pooling's in 1_Pooling: compress its "
-            "transformer in Python, with eckart.compress and eckart.embedding_loss"
+            f"model.base has the modules {', '.join(_kinds(modules))}, and data.task embedding knows Transformer, "
+            "Pooling and Normalize, with the transformer's files at the top of the folder and Pooling's in 1_Pooling: "
+            "compress its transformer in Python, with eckart.compress and eckart.embedding_loss"
         )
+
+
+def _are_known(modules: list[dict[str, Any]]) -> bool:
+    paths = [module["path"] for module in modules[:2]]
+    return _kinds(modules) in (_KINDS, _KINDS[:2]) and paths == ["", Path(_POOLING).parent.name]
+
+
+def _kinds(modules: list[dict[str, Any]]) -> list[str]:
+    return [str(module["type"]).rpartition(".")[2] for module in modules]
 
 
 def _check_pooling(config: Mapping[str, Any], pooling: Pooling, prefix: str | None) -> None:

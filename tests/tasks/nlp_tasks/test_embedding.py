@@ -37,6 +37,7 @@ from tests.workspace import (
     write_params,
 )
 
+MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "3_Dense"}
 ANGLES = [0.0, 0.1, 0.3, 1.0, 1.2, 3.0]
 DATA = {"task": "embedding", "metric": "recall_at_10", "columns": {"text_pair": None, "label": None}}
 PARTS = {"teacher": {"epochs": 0}, "importance": {"labels": "drawn"}}
@@ -111,13 +112,13 @@ def test_the_loss_is_one_minus_the_cosine_and_training_to_it_gives_the_original_
     assert len(batch["labels"]) == 40
     before = float(kind.loss(small, batch).detach())
     assert before / 40 == pytest.approx(kind.score(small, tiny_tokenizer(), frame, 7, "test").score.loss, rel=1e-4)
-    assert float(kind.loss(model(1), batch)) == pytest.approx(0, abs=1e-4)
+    assert float(kind.loss(model(1), batch).detach()) == pytest.approx(0, abs=1e-4)
     optimizer = torch.optim.Adam(small.parameters(), 1e-3)
     for _ in range(20):
         optimizer.zero_grad()
         kind.loss(small, batch).backward()
         optimizer.step()
-    assert float(kind.loss(small, batch)) < before / 2
+    assert float(kind.loss(small, batch).detach()) < before / 2
 
 
 def test_pairs_served_or_not_a_text_has_its_embedding() -> None:
@@ -186,6 +187,18 @@ def test_a_base_that_embeds_otherwise_is_refused(tmp_path: Path, files: dict[str
     folder = base_with(tmp_path / "base", files)
     with pytest.raises(StageError, match=message):
         sentence_files.of_base(str(folder), None, tiny_config(), task())
+
+
+def test_further_modules_are_copied_but_not_part_of_the_pooling(tmp_path: Path) -> None:
+    """So an ONNX file does not call something an embedding that the folder would change further."""
+    modules = [{"type": f"a.{kind}", "path": path} for kind, path in MODULES.items()]
+    folder, files = tmp_path / "base", {"1_Pooling/config.json": {"pooling_mode": "cls"}, "modules.json": modules[:3]}
+    assert sentence_files.pooling_of(base_with(folder, files)) == "cls"
+    base_with(folder, {"modules.json": modules, "3_Dense/config.json": {"out_features": 8}})
+    assert sentence_files.pooling_of(folder) is None
+    (tmp_path / "copy").mkdir()
+    sentence_files.copy(folder, tmp_path / "copy")
+    assert (tmp_path / "copy/3_Dense/config.json").exists()
 
 
 def test_the_prompt_of_a_base_is_the_prefix(tmp_path: Path) -> None:
