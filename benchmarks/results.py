@@ -324,6 +324,22 @@ def language() -> str:
     return markdown(heads, lines, left=2)
 
 
+def embedding() -> str:
+    """Return the table of MiniLM as an embedding model on STS-B."""
+    study = "embedding-sts-b"
+    original = rows(study, ORIGINAL).iloc[0]
+    lines = [["original", "", rounded(100 * original.dense), "", "", "", rounded(original.bytes / 1e6), ratio(1.0)]]
+    for keep in (0.33, 0.15):
+        for recipe in _best_first(study):
+            own = rows(study, recipe, keep).iloc[0]
+            line = [NAMES[recipe], f"{keep:g}"]
+            for step in _STEPS:
+                line += [rounded(100 * own[step]), pair(study, recipe, ORIGINAL, step, keep).points]
+            lines.append([*line, rounded(own.bytes / 1e6), ratio(own.speedup)])
+    heads = ["model", "keep", "before", "vs. original, points", "after", "vs. original, points", "MB", "speed"]
+    return markdown(heads, lines, left=1)
+
+
 def untrained() -> str:
     """Return the table of SmolLM2-135M in the protocol of papers, and how many times worse than the original it is."""
     study, texts = "lm-standard-short", ("editorials", "news")
@@ -615,6 +631,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "small": small,
     "language": language,
     "untrained": untrained,
+    "embedding": embedding,
     "ship": ship,
     "processors": processors,
     "of-torch": of_torch,

@@ -7,7 +7,7 @@ and scoring (`NlpTask.from_original`), and the data need none. A column of score
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -74,10 +74,6 @@ class Embedding(NlpTask):
                     f"always all others: give it a hundred or more (data.sizes.{name}, data.shares.{name})"
                 )
         return Regression.convert_labels(splits, params) if labelled else ()
-
-    @classmethod
-    def meaning(cls, labels: Sequence[object]) -> str:
-        return "a vector"
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
         """Return each text as an example of its own, also those of a pair, with the original's embedding as label."""
