@@ -27,6 +27,7 @@ from tasks.multi_seed import published_numbers
 from tasks.multi_seed.pairwise_differences import differences, leaders, mean_difference
 from tasks.multi_seed.published_numbers import TaskMetrics
 from tasks.multi_seed.study_file import StudyFile
+from tasks.nlp_tasks import task_class
 from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import base, calibration, cut, source
 from tasks.report.results import CONTROL as CONTROL_MODEL
@@ -346,7 +347,9 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
         "Metric": f"{metric.with_direction} {test}; of original and of control: {retained}.",
         "Trivial": "the metric of an answer that needs no model.",
-        "Control": f"the original model with the recovery fine-tuning of {params['study']['control']}.",
+        "Control": "the original model itself, whose answers the candidates are trained to."
+        if task_class(data.task).from_original
+        else f"the original model with the recovery fine-tuning of {params['study']['control']}.",
         "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
         f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "
         "paired resamples of the test examples, the same for all seeds. One such interval in 20 misses.",
