@@ -176,10 +176,6 @@ class NlpTask(ABC):
     def __init__(self, spec: Task) -> None:
         self.spec = spec
 
-    def with_originals(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame) -> pd.DataFrame:
-        """Return `frame` with the answers of the original model as a column, which `columns` and `score` then read."""
-        raise NotImplementedError  # only a task with `from_original` has them
-
     def __init_subclass__(cls) -> None:
         if "auto_class" in cls.__dict__ and "head_class" not in cls.__dict__:
             cls.head_class = cls.auto_class.removeprefix("AutoModel")
@@ -212,6 +208,10 @@ class NlpTask(ABC):
         from datasets import Dataset  # not required by a served version
 
         return Dataset.from_dict(dict(self.columns(frame, tokenizer, split)))
+
+    def with_originals(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return `frame` with the answers of the original model as a column, which `columns` and `score` then read."""
+        raise NotImplementedError  # only a task with `from_original` has them
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         """Return the function that makes a padded batch of tensors from a list of examples."""
