@@ -204,6 +204,7 @@ _CLAIMED_PARTS = (
     ("LoSparse", "factors beside the rows beat rows alone (ITP)", "losparse", "losparse_pruning"),
     ("LoSparse", "rows beside the factors beat factors alone", "losparse", "losparse_factors"),
 )
+_CLAIMED_PRUNING = ("LPAF", "pruning before factorization beats plain SVD", "lpaf", "svd")
 
 
 ARS_TASKS = {"mrpc": "MRPC, F1", "stsb": "STS-B, Pearson", "cola": "CoLA, Matthews", "sst2": "SST-2, accuracy"}
@@ -244,11 +245,12 @@ def unconfirmed() -> str:
         *(("equal-cost", "reviews, equal cost", None, 0.33, claim) for claim in at_cost),
         *(("variants", "reviews, parts", "parts", 0.33, claim) for claim in _CLAIMED_PARTS),
         *(
-            ("ars-glue", name.partition(",")[0], task, 0.48, claim)
+            ("ars-glue", f"{name.partition(',')[0]}, keep 0.48", task, 0.48, claim)
             for task, name in ARS_TASKS.items()
             for claim in (*_CLAIMED, *_CLAIMED_PARTS)
             if all(_ran("ars-glue", recipe, task) for recipe in claim[2:])
         ),
+        ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
     ]
     lines = []
     for study, data, task, keep, (paper, claim, model, reference) in runs:
