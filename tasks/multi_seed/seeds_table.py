@@ -124,7 +124,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
             "targets": percent(group.target_share.mean()),
             "model parameters": f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
             "MACs per token": f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
-            "speedup": times(group.speedup.mean()),
+            "speedup": "–" if group.speedup.isna().any() else times(group.speedup.mean()),
             "search steps": f"{group.search_steps.mean():.0f}",
             "seconds": "–" if group.seconds.isna().any() else f"{group.seconds.mean():.0f}",
             "rank after pruning": _spread(group.average_rank),

@@ -132,6 +132,10 @@ class TestSummary:
     ) -> None:
         assert summary.cells(made_up(metric, seeds)).set_index(CANDIDATE).loc[("b", "0.5"), head] == cell
 
+    def test_a_column_is_left_out_if_nothing_was_measured_for_it(self) -> None:
+        table = summary.cells(made_up().assign(speedup=math.nan, seconds=math.nan))
+        assert {*summary.cells(made_up())} - {*table} == {"speedup", "seconds"}
+
     def test_other_texts_have_a_table_with_the_multiple_of_the_dense_model_s_perplexity(self) -> None:
         rows = made_up("perplexity", seeds=2)
         for number, (name, own) in enumerate({"news": [30.0, 60.0], "editorials": [45.0, 45.0]}.items(), start=1):
