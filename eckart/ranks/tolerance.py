@@ -142,16 +142,23 @@ def tolerated_ranks(
             "write another kind of ranks, or leave experts out (targets.experts in params.yaml)"
         )
     dense: Ranks = {target.name: None for target in targets}
-    if settings.increase is None and total(targets, dense) <= allowance(targets, keep):
+    smallest = {target.name: min(grid_ranks(target, settings.grid), default=None) for target in targets}
+    budget = allowance(targets, keep)
+    if settings.increase is None and total(targets, dense) <= budget:
         return dense
+    if (least := total(targets, smallest)) > budget:
+        raise ValueError(
+            f"the smallest ranks of the grid keep {least} parameters, more than the {budget} of keep={keep}: "
+            "raise ranks.grid or keep"
+        )
     if not batches:
         raise ValueError("there is no calibration example: raise data.sizes.calibration")
     with eval_mode(model):
         walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss, robust, progress)
         try:
             if settings.increase is None:
-                return walks.meet(keep)
-            return walks.within(settings.increase, keep)
+                return walks.meet(budget)
+            return walks.within(settings.increase, budget)
         except BaseException:
             walks.restore()
             raise
@@ -275,34 +282,26 @@ class _Walks:
                 "relative increase of it: write another kind of ranks"
             )
 
-    def within(self, increase: float, keep: float) -> Ranks:
+    def within(self, increase: float, budget: int) -> Ranks:
         """Return the ranks that a relative increase of the loss allows.
 
         Raises:
-            ValueError: these ranks exceed `keep`.
+            ValueError: these ranks have more parameters than `budget`.
         """
         ranks = self._walk(increase).ranks
-        parameters, budget = total(self.targets, ranks), allowance(self.targets, keep)
-        if parameters > budget:
+        if (parameters := total(self.targets, ranks)) > budget:
             raise ValueError(
-                f"increase={increase:g} keeps {parameters} parameters, more than the {budget} of keep={keep}: "
-                "raise ranks.increase or keep"
+                f"increase={increase:g} keeps {parameters} parameters, more than the {budget} of keep: raise "
+                "ranks.increase or keep"
             )
         return ranks
 
-    def meet(self, keep: float) -> Ranks:
-        """Return the ranks at the smallest increase of the loss that was found to meet `keep`.
+    def meet(self, budget: int) -> Ranks:
+        """Return the ranks at the smallest increase of the loss that was found to meet `budget`.
 
-        Raises:
-            ValueError: even the smallest ranks of all grids exceed `keep`.
+        The smallest ranks of all grids must meet it.
         """
-        budget = allowance(self.targets, keep)
         best = self._walk(math.inf)
-        if (parameters := total(self.targets, best.ranks)) > budget:
-            raise ValueError(
-                f"the smallest ranks of the grid keep {parameters} parameters, more than the {budget} of keep={keep}: "
-                "raise ranks.grid or keep"
-            )
         weights, high = self._weights(), self._enough_for(best)
         tightest = self._walk(0.0, budget)
         if total(self.targets, tightest.ranks) <= budget:
