@@ -29,7 +29,7 @@ from tasks.multi_seed.published_numbers import TaskMetrics
 from tasks.multi_seed.study_file import StudyFile
 from tasks.nlp_tasks import task_class
 from tasks.report.numbers import between, count, counted, percent, score, times
-from tasks.report.provenance import base, calibration, cut, source
+from tasks.report.provenance import base, calibration, cut, generation, source
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import Results, ScoredModel, load_results
@@ -356,6 +356,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Data": f"{source(data)}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; "
         f"{cut(data)}.",
         **calibration(data),
+        **generation(data),
         "Model": f"{base(model)}; the original model is "
         + (f"this, fine-tuned on {teacher.epochs:g} × the training split." if teacher.epochs else "this, as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",

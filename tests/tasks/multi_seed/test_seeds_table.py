@@ -210,6 +210,10 @@ class TestSummary:
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
         assert (tmp_path / "new/two.pairs.csv").read_text() == "keep\n1\n"
 
+    def test_the_page_says_how_summaries_are_written(self) -> None:
+        params = tiny_params(data={"target_length": 142, "generation": {"beams": 8, "length_penalty": None}})
+        assert "num_beams=8, max_new_tokens=142" in page_of(made_up("rouge1"), params)
+
     def test_trials_are_listed_with_what_was_chosen(self) -> None:
         tried = (Trial("a", {}, 0.5, False), Trial("a", {"recovery": {"steps": 9}, "sequential": 1}, 0.75, True))
         study = StudyFile(Path("studies/two.yaml"), tiny_params(), (0, 1), tried=tried)
