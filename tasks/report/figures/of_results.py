@@ -6,6 +6,7 @@ keep only, it has no figure.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -142,16 +143,23 @@ def _rank(results: Results, candidate: CandidateResults, name: str) -> int:
 
 
 def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
-    """LoSparse, figure 6: score over the share of all weights that the factors have, the rest being sparse rows."""
+    """LoSparse, figure 6: score over the share of all weights that the factors have, the rest being sparse rows.
+
+    A line joins recipes that differ in nothing else.
+    """
     lines = {}
     for keep in results.keeps:
-        shares: dict[str, float] = {}
+        alike: dict[str, dict[str, float]] = {}
         for candidate in (each for each in results.candidates if each.keep == keep):
             if residual := sensitive_rows(results, candidate.recipe):
+                other = results.settings.recipes[candidate.recipe] | {"residual": {**residual, "low_rank": None}}
+                shares = alike.setdefault(json.dumps(other, sort_keys=True), {})
                 shares[candidate.recipe] = 100 * float(keep) * residual["low_rank"]
-        if len({*shares.values()}) > 1:
+        groups = [shares for shares in alike.values() if len({*shares.values()}) > 1]
+        for shares in groups:
             at = [each for each in results.candidates if each.keep == keep and each.recipe in shares]
-            lines[f"keep {keep}"] = _scores(results, at, "recovered", partial(_share_of, shares))
+            label = f"keep {keep}" + f", {at[0].recipe}" * (len(groups) > 1)
+            lines[label] = _scores(results, at, "recovered", partial(_share_of, shares))
     if lines:
         levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
         x = "factors, % of the target layers’ weights"

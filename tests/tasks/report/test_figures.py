@@ -31,7 +31,7 @@ from tasks.report.page import page
 from tasks.report.results import DENSE, Results, load_results
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 
-STUDY = ["svd", "ars", "lpaf", "losparse", "itp", "movement"]
+STUDY = ["svd", "ars", "lpaf", "losparse", "itp", "weighted", "movement"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def write_study() -> None:
     for keep in (0.5, 0.25):
         make_candidate("ars", keep, bert_like(2), 0.7, searched=curve(6, R=1.5))
         make_candidate("lpaf", keep, bert_like(2), 0.65, average_rank=12 * keep, shaped=0.7 + keep / 10)
-        for recipe in ("losparse", "itp", "movement"):
+        for recipe in ("losparse", "itp", "weighted", "movement"):
             make_candidate(recipe, keep, bert_like(2), 0.6, rows=3)
     params = json.loads(Path("params.yaml").read_text())
     parts = {"svd": {}, "ars": {}, "lpaf": {"shaping": {"kind": "pruning", "remaining": [0.5, 0.3]}}}
@@ -62,10 +62,12 @@ def write_study() -> None:
         for recipe, share, score in (
             ("losparse", 0.1, "sensitivity"),
             ("itp", 0.0, "sensitivity"),
+            ("weighted", 0.8, "sensitivity"),
             ("movement", 0.0, "movement"),
         )
     }
     recipes = {name: {**params["recipes"][name], **part} for name, part in {**parts, **rows}.items()}
+    recipes["weighted"]["weighting"] = {"kind": "inputs"}
     edit("params.yaml", recipes=recipes)
 
 
@@ -102,7 +104,11 @@ def test_figures_of_pruning_and_of_sparse_rows_are_over_their_own_shares(plots: 
     assert score["lpaf, pruned only"] == Line(x=(0.3, 0.5), y=(0.725, 0.75))
     assert rank["lpaf, pruned only"].y == (3.0, 6.0)
     assert rank["svd"].x == (0.25, 0.5)
-    assert plots["score-over-low-rank"].panels[""]["keep 0.5"].x == (0.0, 5.0)  # percent of all weights
+    # percent of all weights, of recipes that differ in nothing else
+    assert {label: line.x for label, line in plots["score-over-low-rank"].panels[""].items()} == {
+        "keep 0.5": (0.0, 5.0),
+        "keep 0.25": (0.0, 2.5),
+    }
 
 
 def test_every_figure_is_a_picture_an_svg_and_its_numbers(plots: dict[str, Plot], tmp_path: Path) -> None:
