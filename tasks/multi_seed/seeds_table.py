@@ -349,7 +349,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Trivial": "the metric of an answer that needs no model.",
         "Control": "the original model itself, whose answers the candidates are trained to."
         if task_class(data.task).from_original
-        else f"the original model with the recovery fine-tuning of {params['study']['control']}.",
+        else _control(params),
         "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
         f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "
         "paired resamples of the test examples, the same for all seeds. One such interval in 20 misses.",
@@ -366,16 +366,29 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _recovery(params: Mapping[str, Any], recipe: str) -> Method:
+    recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][recipe]["recovery"])
+    return recovery
+
+
+def _control(params: Mapping[str, Any]) -> str:
+    name = params["study"]["control"]
+    if _recovery(params, name).trains:
+        return f"the original model with the recovery fine-tuning of {name}."
+    return f"the original model itself, because the recovery of {name} takes no step."
+
+
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
     """Describe each distinct setting of recovery fine-tuning, with its recipes unless all recipes have this setting."""
     by_text: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
-        recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
-        text = ", then ".join(
+        parts = [
             f"{training.steps} steps of {training.batch_size} examples at a rate of {training.learning_rate:g}"
             + f", {training.schedule}" * (training.schedule != "linear")
-            for training in recovery.trainings.values()
-        )
+            for training in _recovery(params, name).trainings.values()
+            if training.steps
+        ]
+        text = ", then ".join(parts) or "none"
         by_text.setdefault(text, []).append(name)
     return [text if len(by_text) == 1 else f"{text} ({', '.join(names)})" for text, names in by_text.items()]
 

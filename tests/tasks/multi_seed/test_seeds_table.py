@@ -210,6 +210,15 @@ class TestSummary:
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
         assert (tmp_path / "new/two.pairs.csv").read_text() == "keep\n1\n"
 
+    def test_a_control_that_takes_no_step_is_the_original_model(self) -> None:
+        params = tiny_params()
+        assert "fine-tuning of kfac." in page_of(made_up(), params)
+        for recipe in params["recipes"].values():
+            recipe["recovery"]["steps"] = 0
+        text = page_of(made_up(), params)
+        assert "- Control: the original model itself" in text
+        assert "- Recovery: none.\n" in text
+
     def test_the_page_says_how_summaries_are_written(self) -> None:
         params = tiny_params(data={"target_length": 142, "generation": {"beams": 8, "length_penalty": None}})
         assert "num_beams=8, max_new_tokens=142" in page_of(made_up("rouge1"), params)
