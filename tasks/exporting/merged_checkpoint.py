@@ -54,7 +54,8 @@ def to_plain(name: str, folder: Path) -> str:
     names, narrowed = list(factorized(model)), narrowed_shapes(model)
     if not (names or narrowed):
         raise StageError(f"{source} is not factorized: it is already a plain folder")
-    inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
+    positions = getattr(config.get_text_config(), "max_position_embeddings", _TOKENS)
+    inputs = random_inputs(model, _ROWS, min(_TOKENS, positions))
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)

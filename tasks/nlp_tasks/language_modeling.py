@@ -224,7 +224,7 @@ class LanguageModeling(NlpTask):
         Raises:
             ValueError: the continuation alone needs all positions.
         """
-        positions = getattr(model.config, "max_position_embeddings", None)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions is None:
             return self.spec.max_length
         if continuation >= positions:
