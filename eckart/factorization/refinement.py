@@ -20,7 +20,8 @@ others, which the next block normalizes. So ``relative`` divides each token's �
 weighs each output's error by the mean square g² of the loss's gradient by this output, Σ gᵢ² (f − f*)ᵢ².
 
 In memory are the training of one block and its inputs and outputs in both models, for all calibration tokens. The
-training computes in the model's dtype, from a copy of the parameters in float32 or better.
+training computes in the model's dtype, from a copy of the parameters in float32 or better. In float16 the error is
+scaled up for the backward pass, because gradients of a mean over thousands of tokens would underflow.
 
 Not refined are blocks that run several times (ALBERT) or share parameters with other parts of the model, and targets
 outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions. So do
@@ -143,12 +144,12 @@ def steps(model: PreTrainedModel, targets: Sequence[Target], groups: Sequence[li
     """
     group_of = {group[0].name: group for group in groups}
     places = {target.name: _block_of(model, target.name) for target in targets}
-    unfit = {places[target.name] for target in targets if target.repeated} | {None}
+    fit = {places[target.name] for target in targets if not target.repeated} - {None}
     result: list[Step] = []
     for name, members in groupby(targets, key=lambda target: places[target.name]):
         within = list(members)
         result += [group_of[target.name] for target in within if target.name in group_of]
-        if name not in unfit and name is not None and not _shares_parameters(model, name):
+        if name in fit and name is not None and not _shares_parameters(model, name):
             masks = [target.mask for target in within if target.mask]  # experts of a router may have none
             result.append(Block(name, masks[-1] if masks else None))
     return result
@@ -281,6 +282,8 @@ class _Training:
             for name, parameter in self.stored.items()
         }
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
+        small = {parameter.device.type for parameter in self.stored.values() if parameter.dtype == torch.float16}
+        self.scaler = torch.amp.GradScaler(min(small, default="cpu"), enabled=bool(small))
 
     def missed(self, part: _Part) -> Tensor:
         """Return the error of the block on a call."""
@@ -299,11 +302,13 @@ class _Training:
         tokens = sum(part.tokens for part in parts)
         self.optimizer.zero_grad()
         for part in parts:
-            (self.missed(part) / (level * tokens)).backward()
+            self.scaler.scale(self.missed(part) / (level * tokens)).backward()
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.trained.values(), LARGEST_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(total) * self.settings.learning_rate
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def _rate(self, total: int) -> float:
         return share_of_peak(self.settings.schedule, self.steps, total, ceil(WARMUP * total), LAST_RATE)

@@ -189,11 +189,12 @@ class Kfac(_Weighting):
         """Return the norm for the Fisher C_out ⊗ C_in / T, T tokens per example (Eschenhagen et al. 2023, "expand").
 
         Without 1/T, a layer with one token per example would seem T times too unimportant compared with other layers.
+        T of an expert is below 1 if the router sends it fewer tokens than there are examples.
         """
         tokens = statistics["tokens"][target.input_of]
         return ErrorNorm(
             left=_shrunk(statistics["output_gradients"][target.name], self.shrinkage),
-            right=_shrunk(statistics["inputs"][target.input_of], self.input_shrinkage) / torch.clamp(tokens, min=1),
+            right=_shrunk(statistics["inputs"][target.input_of], self.input_shrinkage) / tokens,
         )
 
 

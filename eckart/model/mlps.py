@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, row_of
+from eckart.model.layers import narrowed_like, replaced, shape_of
 from eckart.model.module_context import eval_mode
-from eckart.model.targets import Product, Target, Tied
+from eckart.model.targets import Product, Target, Tied, weight_of
 
 
 class Mlp(BaseModel):
@@ -37,7 +39,8 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
 
     This is tested by forwards of two copies of an example. In the second copy, half of the outputs of `up` are set to
     zero. The other neurons must stay the same. One forward tests all layers of a kind: if they pass, none of them
-    disturbs the next.
+    disturbs the next. Another forward tests whether the code between these layers takes fewer neurons: the values of an
+    attention do not depend on each other either, but its heads have a fixed width.
 
     Args:
         targets: the targets in order of execution.
@@ -49,7 +52,8 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
         kinds.setdefault(re.sub(r"\d+", "#", mlp.down), []).append(mlp)
     example = row_of(batch, 0)
     twice = {name: torch.cat([values, values]) for name, values in example.items()}
-    passed = {mlp.down for kind in kinds.values() for mlp in _independent(model, kind, twice)}
+    independent = [_independent(model, kind, twice) for kind in kinds.values()]
+    passed = {mlp.down for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}
     return [mlp for mlp in candidates if mlp.down in passed]
 
 
@@ -68,6 +72,27 @@ def _independent(model: PreTrainedModel, mlps: Sequence[Mlp], twice: Batch) -> l
         for hook in hooks:
             hook.remove()
     return [mlp for mlp in mlps if tests[mlp.down].passed]
+
+
+@torch.no_grad()
+def _run_narrower(model: PreTrainedModel, mlps: Sequence[Mlp], example: Batch) -> bool:
+    """Return whether `model` runs if each of `mlps` has a few neurons, of no common divisor with those it has now."""
+    smaller: dict[str, nn.Module] = {}
+    for mlp in mlps:
+        few = next((number for number in range(2, mlp.neurons) if gcd(number, mlp.neurons) == 1), mlp.neurons)
+        for name in (*mlp.up, mlp.down):
+            module = model.get_submodule(name)
+            rows, columns = shape_of(module)
+            layer = narrowed_like(module, *((rows, few) if name == mlp.down else (few, columns)))
+            smaller[name] = layer.to_empty(device=weight_of(module).device)
+            for parameter in layer.parameters():
+                parameter.zero_()
+    try:
+        with eval_mode(model), replaced(model, smaller):
+            model(**example)
+    except Exception:  # the type of the error depends on the model family
+        return False
+    return True
 
 
 def _candidates(targets: Sequence[Target]) -> Iterator[Mlp]:

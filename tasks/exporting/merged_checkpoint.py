@@ -54,7 +54,8 @@ def to_plain(name: str, folder: Path) -> str:
     names, narrowed = list(factorized(model)), narrowed_shapes(model)
     if not (names or narrowed):
         raise StageError(f"{source} is not factorized: it is already a plain folder")
-    inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
+    positions = getattr(config.get_text_config(), "max_position_embeddings", _TOKENS)
+    inputs = random_inputs(model, _ROWS, min(_TOKENS, positions))
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)
@@ -67,7 +68,9 @@ def to_plain(name: str, folder: Path) -> str:
         sentence_files.copy(source, written)
     widths = ""
     if narrowed:
-        width = f"{attribute} = {getattr(model.config, attribute)}" if attribute else "their former width"
+        width = (
+            f"{attribute} = {getattr(model.config.get_text_config(), attribute)}" if attribute else "their former width"
+        )
         widths = f" Its narrowed MLPs have {width}; those with fewer neurons are filled up with zeros."
     return (
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."

@@ -110,7 +110,7 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
     Raises:
         StageError: the model has too few positions.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for module in model.modules():  # RoBERTa's positions start after the index of the padding
         if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
             positions -= module.padding_idx + 1
@@ -121,7 +121,7 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
     """Draw inputs `(rows, tokens)` for measurements of `model`; a decoder reads the same tokens as its encoder."""
-    ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
+    ids = torch.randint(model.config.get_text_config().vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model needs this input
         inputs["token_type_ids"] = torch.zeros_like(ids)

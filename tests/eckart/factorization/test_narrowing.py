@@ -114,6 +114,15 @@ def test_neurons_that_a_norm_joins_are_not_found() -> None:
     assert [mlp.down for mlp in mlps] == [f"model.layers.{n}.mlp.down_proj" for n in range(1, len(model.model.layers))]
 
 
+def test_values_of_an_attention_are_no_neurons() -> None:
+    """They do not depend on each other, but heads have a fixed width."""
+    model, batch = drawn("bert")
+    targets = find_targets(model, batch, exclude=["*.query", "*.key"]).targets
+    assert "bert.encoder.layer.0.attention.self.value" in {target.name for target in targets}
+    mlps = find_mlps(model, targets, batch)
+    assert [mlp.down for mlp in mlps] == [f"bert.encoder.layer.{n}.output.dense" for n in range(2)]
+
+
 def test_copies_of_neurons_are_left_out_without_any_loss() -> None:
     model, batch = drawn("causal")
     mlp = model.model.layers[0].mlp
@@ -280,10 +289,9 @@ def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
             made_dense(small, name)
         attribute = restore_plain_widths(small)
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    assert attribute in ("intermediate_size", "n_inner", None)
+    assert attribute == {"causal": "intermediate_size", "gpt2": "n_inner"}[family]
     assert not narrowed_shapes(small)
-    if attribute:
-        assert getattr(small.config, attribute) == max(widths)
+    assert getattr(small.config, attribute) == max(widths)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
@@ -217,10 +218,40 @@ def test_weights_in_bfloat16_stay_in_bfloat16():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(layer_norm(x, x.shape[-1:]))
+
+
+def test_gradients_in_float16_do_not_underflow():
+    """An outlier in one token makes the mean square large, in units of which the error counts."""
+    x, weight, noise = (values.half() for values in draw(2, (8, 64, 16), (16, 16), (16, 16)))
+    x[:, 0, 0] = 10_000
+    model = nn.Sequential(Residual(16, 16, bias=False)).half()
+    model[0].weight.data = weight / 4
+    wanted = model(x).detach()
+    model[0].weight.data += noise / 10
+    calls = [BlockCall((x,), {}, wanted, {"x": x})] * 2
+    result = refine(model, Block("0", None), calls, Refine(passes=100, learning_rate=1e-2, held_out=0.5))
+    assert result.after < 0.1 * result.before
+
+
 def test_blocks_that_run_several_times_are_left_out():
     model, targets, batches, loss = case("albert")
     statistics = collect(model, batches, targets, Kfac().statistics, loss)
     assert refined(model, targets, batches, statistics=statistics) == []
+
+
+def test_a_block_is_refined_if_only_a_layer_of_it_runs_twice():
+    """As the router of modalities in Gemma 3n."""
+    model, _, batches, loss = case("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * (mlp.up_proj(x) + mlp.up_proj(2 * x)))
+    targets = find_targets(model, batches[0]).targets
+    assert [target.name for target in targets if target.repeated] == ["model.layers.0.mlp.up_proj"]
+    statistics = collect(model, batches, targets, Kfac().statistics, loss)
+    blocks = refined(model, targets, batches, statistics=statistics)
+    assert [block.name for block in blocks] == ["model.layers.0", "model.layers.1"]
 
 
 def test_routers_stay_as_they_are():

@@ -166,3 +166,13 @@ def test_kfac_is_in_units_of_loss_if_tokens_are_independent(calibration):
     metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))
     changes = torch.einsum("nto,oi,nti->n", delta, error, x)
     assert float(weighted_loss(error, metrics)) == pytest.approx(float(changes.square().mean()), rel=0.5)
+
+
+@given(calibrations(), st.integers(1, 10))
+def test_examples_that_do_not_reach_an_expert_lower_its_loss_in_proportion(calibration, others):
+    """The loss under kfac is a mean over all examples."""
+    x, delta, error = calibration
+    gathered, share = token_statistics(x, delta), 1 / (1 + others)
+    fewer = {kind: {key: share * value for key, value in tensors.items()} for kind, tensors in gathered.items()}
+    before, after = (weighted_loss(error, weigh(parse({"kind": "kfac"}), KEY, some)) for some in (gathered, fewer))
+    torch.testing.assert_close(after, share * before)
