@@ -67,6 +67,8 @@ def of_data(
     if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
         changes["data"] |= {"sizes": {"calibration": _BLOCKS}, "written": {"examples": _BLOCKS}}
         changes["data"]["calibration_blocks"] = "random"
+        if _begins_with_bos(tokenizer):  # without this token, Gemma's perplexity and statistics mean nothing
+            changes["data"]["first"] = changes["data"]["written"]["first"] = "bos"
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}
@@ -138,6 +140,11 @@ def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
             return AutoConfig.from_pretrained(source, **options), AutoTokenizer.from_pretrained(source, **options)
         except UNLOADABLE as error:
             raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
+
+
+def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    first = tokenizer.bos_token_id
+    return first is not None and tokenizer("a")["input_ids"][0] == first
 
 
 def _length(

@@ -111,15 +111,29 @@ def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
     assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "test": "test"}
 
 
+def running_text() -> str:
+    """Write a table of texts alone, and return its path."""
+    texts = [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]
+    pd.DataFrame({"text": texts}).to_csv(RAW / "long.csv", index=False)
+    return "data/raw/long.csv"
+
+
 def test_text_alone_is_running_text(workspace: Path) -> None:
-    pd.DataFrame({"text": [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]}).to_csv(
-        RAW / "long.csv", index=False
-    )
-    found = told("data/raw/long.csv")
+    found = told(running_text())
     assert found["data"]["task"] == "language_modeling"
     assert found["data"]["columns"]["label"] is None
     assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
     assert found["evaluate"]["texts"]
+
+
+@pytest.mark.parametrize(("begins_with", "first"), [("[CLS]", "bos"), ("[MASK]", None)])
+def test_blocks_begin_with_the_token_that_begins_texts(workspace: Path, begins_with: str, first: str | None) -> None:
+    """A tokenizer may have a beginning-of-text token and not use it, as SmolLM2's."""
+    tokenizer = tiny_tokenizer()  # begins each text with [CLS]
+    tokenizer.bos_token = begins_with
+    tokenizer.save_pretrained(BASE)
+    data = told(running_text())["data"]
+    assert [data.get("first"), data["written"].get("first")] == [first, first]
 
 
 def test_an_embedding_study_has_the_pooling_of_its_base_and_needs_no_label(workspace: Path) -> None:
