@@ -24,7 +24,7 @@ def restore_plain_widths(model: PreTrainedModel) -> str | None:
     the width that they had before they were narrowed.
 
     Returns:
-        the name in the config of the number that was changed; None if the MLPs got their former width.
+        the name in the text model's config of the number that was changed; None if the MLPs got their former width.
     """
     narrowed, former = narrowed_shapes(model), _skeleton(model, model.config)
     shapes = {name: shape_of(former.get_submodule(name)) for name in narrowed}
@@ -39,7 +39,7 @@ def restore_plain_widths(model: PreTrainedModel) -> str | None:
             rows, columns = (widest if now < side else side for side, now in zip(shape, narrowed[name], strict=True))
             _fill_up(model, name, rows, columns)
         if (attribute := _attribute(model, before, widest)) is not None:
-            setattr(model.config, attribute, widest)
+            setattr(model.config.get_text_config(), attribute, widest)
             return attribute
     for name, shape in shapes.items():
         _fill_up(model, name, *shape)
@@ -66,14 +66,14 @@ def _attribute(model: PreTrainedModel, before: int, width: int) -> str | None:
     """Return the number in the config of `model` that gives a model of its shapes when changed to `width`.
 
     Args:
-        before: value of the number.
+        before: value of the number, if it is not None: GPT-2's config need not state it.
     """
     wanted = _sizes(model)
-    for name, value in model.config.to_dict().items():
-        if type(value) is int and value == before:
+    for name, value in model.config.get_text_config().to_dict().items():
+        if value is None or (type(value) is int and value == before):
             try:
                 config = deepcopy(model.config)
-                setattr(config, name, width)
+                setattr(config.get_text_config(), name, width)
                 found = _sizes(_skeleton(model, config))
             except Exception:  # the number is no width of MLPs, and the type of the error depends on the model family
                 continue

@@ -68,7 +68,9 @@ def to_plain(name: str, folder: Path) -> str:
         sentence_files.copy(source, written)
     widths = ""
     if narrowed:
-        width = f"{attribute} = {getattr(model.config, attribute)}" if attribute else "their former width"
+        width = (
+            f"{attribute} = {getattr(model.config.get_text_config(), attribute)}" if attribute else "their former width"
+        )
         widths = f" Its narrowed MLPs have {width}; those with fewer neurons are filled up with zeros."
     return (
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."
