@@ -295,6 +295,15 @@ def test_a_model_that_changes_when_saved_is_refused() -> None:
     assert factorized(small)
 
 
+def test_attention_may_be_another_than_models_are_loaded_with() -> None:
+    """Attentions differ in the outputs at padding, which reads nothing."""
+    model = tiny.causal_llama()
+    model.set_attn_implementation("eager")
+    batch = tiny.collate(sorted(tiny.samples(4), key=lambda sample: len(sample[0])), side="left")
+    del batch["labels"]
+    eckart.compress(model, [batch], 0.5, "svd")
+
+
 def test_batches_in_which_nothing_counts_are_an_error() -> None:
     labels = {"labels": torch.full_like(BATCHES[0]["input_ids"], IGNORED)}
     with pytest.raises(ValueError, match=str(IGNORED)):
