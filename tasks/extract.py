@@ -30,7 +30,7 @@ def extract() -> None:
         (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
         names = (
             *("metric", "max_length", "target_length", "generation", "prefix"),
-            *("stride", "seed", "separator", "calibration_blocks", "pooling"),
+            *("stride", "seed", "separator", "calibration_blocks", "first", "pooling"),
         )
         settings = {name: getattr(params, name) for name in names}
         task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)

@@ -56,6 +56,8 @@ class Task(BaseModel):
     """Way in which an embedding is made of the states of a text's tokens; None: their mean."""
     calibration_blocks: Literal["random"] | None = None
     """`random`: calibration blocks begin at random tokens of running text; None: they are a sample of its blocks."""
+    first: Literal["bos"] | None = None
+    """`bos`: the beginning-of-text token takes the place of the first token of each block of running text."""
 
 
 def load_task() -> Task:

@@ -277,6 +277,11 @@ class Data(Section):
         description="random: calibration blocks begin at random tokens of the training text; null: they are a sample "
         "of the training blocks; for language modeling only",
     )
+    first: Literal["bos"] | None = Field(
+        None,
+        description="first token of every block. bos: the tokenizer's beginning-of-text token, without which Gemma's "
+        "perplexity is tens of times as high; null: the text's own; for language modeling only",
+    )
     seed: Seed = Field(0, description="seed of splitting and sampling")
 
 

@@ -2,7 +2,8 @@
 
 The rows of a split are joined into one text: with empty lines or other white space between them, or as documents with
 a token between them that ends a text (data.separator). The text is cut into blocks of `max_length` tokens, without
-other special tokens; an incomplete last block is dropped.
+other special tokens; an incomplete last block is dropped. With data.first, the beginning-of-text token takes the place
+of each block's first token, as in llama.cpp's tool for perplexity.
 
 Each block is scored without the text before it, so perplexity is measured on windows without overlap, as in papers on
 compressing language models. With data.stride the windows overlap, and each scores the tokens that the one before it did
@@ -51,7 +52,7 @@ class LanguageModeling(NlpTask):
     label: ClassVar = "refused"
     calibration_labels: ClassVar = ("given", "drawn")
     running_text: ClassVar = True
-    options: ClassVar = ("calibration_blocks", "separator", "stride")
+    options: ClassVar = ("calibration_blocks", "first", "separator", "stride")
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
     auto_class: ClassVar = "AutoModelForCausalLM"  # its loss is also the mean over blocks, as all have the same length
     pipeline: ClassVar = "text-generation"
@@ -77,7 +78,8 @@ class LanguageModeling(NlpTask):
         Then they may overlap, and there are as many as data.sizes says, the first of which are those of a smaller size.
 
         Raises:
-            StageError: the text is shorter than a block, or the tokenizer lacks the token between documents.
+            StageError: the text is shorter than a block, or the tokenizer lacks the token between documents, or the
+                first one of blocks.
         """
         windows = self._windows(frame, tokenizer, split)
         if split == "calibration" and self.spec.calibration_blocks == "random":
@@ -86,6 +88,7 @@ class LanguageModeling(NlpTask):
         else:
             blocks = windows[:: self.spec.max_length]
             blocks = blocks[self._sample(blocks, split)]
+        blocks = self._begun(blocks, tokenizer)
         return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks}
 
     def _scored(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> dict[str, np.ndarray]:
@@ -93,10 +96,28 @@ class LanguageModeling(NlpTask):
         length, stride = self.spec.max_length, self.spec.stride
         windows = self._windows(frame, tokenizer, split)[:: stride or length]
         chosen = self._sample(windows, split)
-        blocks, labels = windows[chosen], windows[chosen]
+        blocks = self._begun(windows[chosen], tokenizer)
+        labels = blocks.copy()
         if stride:
             labels[chosen > 0, : length - stride] = IGNORED
         return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": labels}
+
+    def _begun(self, blocks: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+        """Put the token that data.first names in the place of each block's first token."""
+        first = np.array(self._first(tokenizer), blocks.dtype)
+        return np.hstack([np.tile(first, (len(blocks), 1)), blocks[:, len(first) :]])
+
+    def _first(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token with which each block begins, or no token if it begins with the text.
+
+        Raises:
+            StageError: the tokenizer has no beginning-of-text token.
+        """
+        if self.spec.first is None:
+            return []
+        if tokenizer.bos_token_id is None:
+            raise StageError("the tokenizer has no beginning-of-text token: write data.first: null")
+        return [tokenizer.bos_token_id]
 
     def _windows(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> np.ndarray:
         """Return all windows of `max_length` tokens of the joined text, one for each beginning, as a view."""
@@ -158,17 +179,19 @@ class LanguageModeling(NlpTask):
     ) -> list[Answers]:
         """Return for each row the mean loss of its tokens and, if `continuation` > 0, the model's continuation.
 
-        Each row is cut into blocks of its own, of which the last may be shorter. The loss is None if a row has no token
-        to predict, and the continuation is None if a row has no token at all.
+        Each row is cut into blocks of its own, of which the last may be shorter. With data.first, the blocks and the
+        text that is continued begin with that token. The loss is None if a row has no token to predict, and the
+        continuation is None if a row has no token at all.
         """
         place(model.eval())
+        first = self._first(tokenizer)
         answers: list[Answers] = []
         for start in range(0, len(frame), batch):
             texts = frame["text"].iloc[start : start + batch].tolist()
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            losses = self._text_losses(model, ids, batch)
+            losses = self._text_losses(model, ids, batch, first)
             if continuation:
-                written = self._continued(model, tokenizer, ids, continuation)
+                written = self._continued(model, tokenizer, ids, continuation, first)
                 pairs = zip(losses, written, strict=True)
                 answers += [{"loss": loss, "continuation": text} for loss, text in pairs]
             else:
@@ -176,10 +199,12 @@ class LanguageModeling(NlpTask):
         return answers
 
     @torch.inference_mode()
-    def _text_losses(self, model: PreTrainedModel, texts: Sequence[Sequence[int]], batch: int) -> list[float | None]:
-        length = self.spec.max_length
+    def _text_losses(
+        self, model: PreTrainedModel, texts: Sequence[Sequence[int]], batch: int, first: Sequence[int]
+    ) -> list[float | None]:
+        length = self.spec.max_length - len(first)
         blocks = [
-            (row, torch.tensor(ids[start : start + length]))
+            (row, torch.tensor([*first, *ids[start : start + length]]))
             for row, ids in enumerate(texts)
             for start in range(0, len(ids), length)
         ]
@@ -197,11 +222,16 @@ class LanguageModeling(NlpTask):
 
     @torch.inference_mode()
     def _continued(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], tokens: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        texts: Sequence[Sequence[int]],
+        tokens: int,
+        first: Sequence[int],
     ) -> list[str | None]:
         """Return the continuation of each text by greedy decoding, or None for a text without a token."""
-        room = self._room(model, tokens)
-        contexts = [torch.tensor(ids[-room:]) for ids in texts if ids]
+        room = self._room(model, tokens) - len(first)
+        contexts = [torch.tensor([*first, *ids[max(len(ids) - room, 0) :]]) for ids in texts if ids]
         written: Iterator[str] = iter(())
         if contexts:
             ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(place(model))

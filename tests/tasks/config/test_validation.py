@@ -311,6 +311,7 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name:
         ("stride", 8, "question_answering"),
         ("separator", "</s>", "language_modeling"),
         ("calibration_blocks", "random", "language_modeling"),
+        ("first", "bos", "language_modeling"),
     ],
 )
 def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskName) -> None:

@@ -138,6 +138,48 @@ class TestBlocks:
             kind_of(task(8)).encode(rows("abc"), tokenizer(), "test")
 
 
+class TestFirstToken:
+    """The beginning-of-text token, here number END."""
+
+    @staticmethod
+    def letters() -> PreTrainedTokenizerBase:
+        beginning = tokenizer()
+        beginning.bos_token = "</s>"
+        return beginning
+
+    @pytest.mark.parametrize("stride", [None, 2])
+    def test_it_takes_the_place_of_the_first_of_each_block_and_of_each_scored_window(self, stride: int | None) -> None:
+        llama, letters, spec = model(), self.letters(), task(8, first="bos", stride=stride)
+        ids = torch.tensor(letters(TEXT[:30])["input_ids"])
+        blocks = torch.cat([torch.full((3, 1), END), ids[:24].view(3, 8)[:, 1:]], 1)
+        for split in ("train", "calibration", "test"):
+            data = kind_of(spec).encode(rows(TEXT[:30]), letters, split)
+            assert data["input_ids"] == data["labels"] == blocks.tolist()
+        losses = []
+        for end in range(8, 31, stride or 8):
+            window = torch.cat([torch.tensor([END]), ids[end - 7 : end]])[None]
+            with torch.no_grad():
+                logits = llama(input_ids=window).logits[0, :-1]
+            scored = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
+            losses.append(scored if end == 8 or stride is None else scored[-stride:])
+        score = kind_of(spec).score(llama, letters, rows(TEXT[:30]), 4, "test").score
+        assert score.loss == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+    def test_an_answer_is_about_all_tokens_of_a_text(self) -> None:
+        llama, letters, spec = model(), self.letters(), task(8, first="bos")
+        text = TEXT[:5]
+        ids = torch.tensor([[END, *letters(text)["input_ids"]]])
+        (answer,) = kind_of(spec).answers(llama, letters, rows(text), 4, continuation=3)
+        with torch.no_grad():
+            assert answer["loss"] == pytest.approx(float(llama(input_ids=ids, labels=ids).loss), rel=1e-5)
+            written = llama.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        assert answer["continuation"] == letters.decode(written, skip_special_tokens=True)
+
+    def test_a_tokenizer_without_it_is_an_error(self) -> None:
+        with pytest.raises(StageError, match=r"data\.first"):
+            kind_of(task(8, first="bos")).encode(rows(TEXT), tokenizer(), "test")
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e6])
 def test_perplexity_is_e_to_the_mean_loss_and_finite(scale: float) -> None:
     """The size of the vocabulary for a model that knows nothing."""
