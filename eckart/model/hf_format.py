@@ -23,7 +23,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -389,7 +390,8 @@ class _GuardedSave:
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
-        type(self._model).save_pretrained(self._model, save_directory, *args, **kwargs)
+        with _each_layer_by_itself(self._model):
+            type(self._model).save_pretrained(self._model, save_directory, *args, **kwargs)
         file = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
@@ -400,6 +402,27 @@ class _GuardedSave:
         if push_to_hub:  # push_to_hub calls this method once more to save the files
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
+
+
+@contextmanager
+def _each_layer_by_itself(model: PreTrainedModel) -> Iterator[None]:
+    """Let `save_pretrained` join no layers while the context lasts.
+
+    Folders of some families hold several layers as one tensor, such as query, key and value of NomicBERT, which
+    transformers takes apart as it loads them. But factors of other ranks cannot be joined, nor factors and a dense
+    weight: one that misses the others would be written as if it were all of them.
+    """
+    loaded = getattr(model, "_weight_conversions", None)
+    conversions = loaded
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [some for some in conversions if not isinstance(some, PrefixChange)]  # as transformers does
+    joining = [some for some in conversions if isinstance(some, WeightConverter) and len(some.target_patterns) > 1]
+    try:
+        model._weight_conversions = [some for some in conversions if some not in joining]  # type: ignore[assignment]
+        yield
+    finally:
+        model._weight_conversions = loaded  # type: ignore[assignment]
 
 
 _OF_FORMAT = ("quantization_config", "transformers_weights")

@@ -78,6 +78,22 @@ def test_a_compressed_model_loads_as_it_was_saved(build, tmp_path):
     assert (written["quant_method"], written["ranks"]) == ("eckart", factorized(model))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_that_a_folder_of_the_family_joins_are_saved_one_by_one(every, tmp_path):
+    """NomicBERT's queries, keys and values, of other ranks, or some of them dense; once more after loading."""
+    model = compress(tiny.build("NomicBertModel", vocab_size=tiny.VOCABULARY, **tiny.LAYERS, **tiny.LENGTH), every)
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    for number in range(2):
+        save(model, tmp_path / str(number))
+        loaded = AutoModel.from_pretrained(tmp_path / str(number))
+        tiny.assert_same(loaded, model, inputs)
+        model = loaded
+    for name in factorized(model):
+        merge(model, name)
+    save(model, tmp_path / "merged")
+    tiny.assert_same(AutoModel.from_pretrained(tmp_path / "merged"), model, inputs)
+
+
 def test_a_dense_model_is_saved_as_any_other(tmp_path):
     model = tiny.llama()
     save(model, tmp_path)
