@@ -9,10 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import IGNORED, Batch
+from eckart.model.probing import ATTENTION
 
 
 def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
     """Check the user's batches and return them on the model's device, with decoder inputs if the model needs them.
+
+    A batch without an attention mask has no padding. It gets one if others have one.
 
     Args:
         batches: mappings of input names to tensors `(batch, …)`.
@@ -26,10 +29,18 @@ def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tenso
     data = [_prepare(model, number, batch) for number, batch in enumerate(batches)]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred examples")
+    if any(ATTENTION in batch for batch in data):
+        data = [_with_mask(batch) for batch in data]
     for number, batch in enumerate(data):
         if others := set(batch) ^ set(data[0]):
             raise ValueError(f"only one of batch {number} and batch 0 has {', '.join(sorted(others))}: give it to both")
     return data
+
+
+def _with_mask(batch: Batch) -> Batch:
+    if ATTENTION in batch or "input_ids" not in batch:
+        return batch
+    return {**batch, ATTENTION: torch.ones_like(batch["input_ids"])}
 
 
 def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -> Batch:

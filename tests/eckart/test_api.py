@@ -245,6 +245,15 @@ def test_every_batch_is_checked(second: Any, match: str) -> None:
         eckart.compress(tiny.bert(), [BATCHES[0], second], 0.5, "kfac")
 
 
+def test_a_batch_without_a_mask_has_no_padding() -> None:
+    """As blocks of the user's text beside those of `write_text`."""
+    model = tiny.causal_llama()
+    blocks = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, tiny.VOCABULARY, (4, 2, 6))]
+    masked = [block | {"attention_mask": torch.ones_like(block["input_ids"])} for block in blocks]
+    few, all_of_them = (eckart.compress(model, given, 0.5).model for given in ([*blocks[:2], *masked[2:]], masked))
+    tiny.assert_same(few, all_of_them, masked[0])
+
+
 @pytest.mark.parametrize("given", [None, float("nan")])
 def test_a_score_that_is_no_number_is_an_error(given: float | None) -> None:
     with pytest.raises(ValueError, match=str(given)):
