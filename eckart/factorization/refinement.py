@@ -144,12 +144,12 @@ def steps(model: PreTrainedModel, targets: Sequence[Target], groups: Sequence[li
     """
     group_of = {group[0].name: group for group in groups}
     places = {target.name: _block_of(model, target.name) for target in targets}
-    unfit = {places[target.name] for target in targets if target.repeated} | {None}
+    fit = {places[target.name] for target in targets if not target.repeated} - {None}
     result: list[Step] = []
     for name, members in groupby(targets, key=lambda target: places[target.name]):
         within = list(members)
         result += [group_of[target.name] for target in within if target.name in group_of]
-        if name not in unfit and name is not None and not _shares_parameters(model, name):
+        if name in fit and name is not None and not _shares_parameters(model, name):
             masks = [target.mask for target in within if target.mask]  # experts of a router may have none
             result.append(Block(name, masks[-1] if masks else None))
     return result

@@ -242,6 +242,18 @@ def test_blocks_that_run_several_times_are_left_out():
     assert refined(model, targets, batches, statistics=statistics) == []
 
 
+def test_a_block_is_refined_if_only_a_layer_of_it_runs_twice():
+    """As the router of modalities in Gemma 3n."""
+    model, _, batches, loss = case("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * (mlp.up_proj(x) + mlp.up_proj(2 * x)))
+    targets = find_targets(model, batches[0]).targets
+    assert [target.name for target in targets if target.repeated] == ["model.layers.0.mlp.up_proj"]
+    statistics = collect(model, batches, targets, Kfac().statistics, loss)
+    blocks = refined(model, targets, batches, statistics=statistics)
+    assert [block.name for block in blocks] == ["model.layers.0", "model.layers.1"]
+
+
 def test_routers_stay_as_they_are():
     (model, _), batch = tiny.mixtral(), tiny.following(tiny.text(16))
     unfuse(model)
