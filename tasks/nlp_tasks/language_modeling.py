@@ -265,7 +265,7 @@ class LanguageModeling(NlpTask):
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Score a unigram model: a token's probability is its count in the training blocks plus one, normalized."""
-        seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
+        seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])[:, len(self._first(tokenizer)) :]
         labels = self._scored(frame, tokenizer, "test")["labels"]
         counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), labels.max() + 1)) + 1
         losses = -np.log(counts / counts.sum())
