@@ -65,7 +65,9 @@ def of_data(
         }
     }
     if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
-        changes["data"] |= {"sizes": {"calibration": _BLOCKS}, "written": {"examples": _BLOCKS}}
+        needed = "gemma" in config.model_type and tokenizer.bos_token  # without it, Gemma predicts next to nothing
+        first = {"first": "bos"} if needed else {}
+        changes["data"] |= {"sizes": {"calibration": _BLOCKS}, "written": {"examples": _BLOCKS, **first}, **first}
         changes["data"]["calibration_blocks"] = "random"
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}

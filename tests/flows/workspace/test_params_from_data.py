@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from transformers import AutoConfig
 
 from flows.workspace import params_from_data
 from tasks.artifacts.errors import EckartError
@@ -120,6 +121,21 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     assert found["data"]["columns"]["label"] is None
     assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
     assert found["evaluate"]["texts"]
+
+
+@pytest.mark.parametrize(("family", "first"), [("gemma2", "bos"), ("llama", None)])
+def test_blocks_begin_with_the_token_that_the_base_model_needs(workspace: Path, family: str, first: str | None) -> None:
+    AutoConfig.for_model(family).save_pretrained(BASE)
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.pad_token
+    tokenizer.save_pretrained(BASE)
+    pd.DataFrame({"text": [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]}).to_csv(
+        RAW / "long.csv", index=False
+    )
+    yaml_edit.update({**told("data/raw/long.csv"), "model": {"base": BASE}})
+    data = validation.check()["data"]
+    assert data.first == first
+    assert (data.written.first == "bos") == (first == "bos")
 
 
 def test_an_embedding_study_has_the_pooling_of_its_base_and_needs_no_label(workspace: Path) -> None:
