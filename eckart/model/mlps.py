@@ -49,7 +49,7 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     candidates = list(_candidates(targets))
     kinds: dict[str, list[Mlp]] = {}
     for mlp in candidates:
-        kinds.setdefault(re.sub(r"\d+", "#", mlp.down), []).append(mlp)
+        kinds.setdefault(re.sub(r"\b\d+\b", "#", mlp.down), []).append(mlp)
     example = row_of(batch, 0)
     twice = {name: torch.cat([values, values]) for name, values in example.items()}
     independent = [_independent(model, kind, twice) for kind in kinds.values()]

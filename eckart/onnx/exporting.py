@@ -223,7 +223,7 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
 
 def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
     """Yield batches of random texts: a padded one, a single text, a text of one word, and a larger padded one."""
-    positions = getattr(model.config, "max_position_embeddings", None) or 2 * _LONGEST
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * _LONGEST
     longest = min(_LONGEST, positions // 2)  # half, because some models do not count positions from 0
     accepted = inspect.signature(model.forward).parameters
     words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]

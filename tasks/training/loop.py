@@ -298,6 +298,19 @@ class _RuleTrainer(Trainer):
         self.begins, self.share = True, 1.0
         return torch.stack(losses).sum()
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Save a checkpoint with the model's own names of tensors, since that is how the Trainer reads it.
+
+        By default, `save_pretrained` writes those of the family's folders, in which a mixture's experts, for instance,
+        are tensors of their own. The Trainer would leave such tensors as they were before the training.
+        """
+        model: Any = self.model
+        conversions, model._weight_conversions = getattr(model, "_weight_conversions", None), []
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            model._weight_conversions = conversions
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add to the log the mean task loss since the last log, and the rules' measures of the last step."""
         if "loss" in logs and self.rules:

@@ -106,6 +106,16 @@ def test_the_mlps_of_every_layer_are_found(family: str) -> None:
     assert {len(mlp.up) for mlp in mlps} == {2 if family == "llama" else 1}
 
 
+def test_layers_whose_names_differ_in_a_number_are_of_different_kinds() -> None:
+    """LFM2's w1 and w2: w1 looks like the down layer of an MLP, too, whose test would disturb the test of w2."""
+    sizes = {"vocab_size": tiny.VOCABULARY, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention"] * 2}
+    model = tiny.build("Lfm2ForCausalLM", **tiny.GROUPED, **sizes)
+    batch = tiny.collate(tiny.samples(4))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    mlps = find_mlps(model, find_targets(model, inputs).targets, inputs)
+    assert [mlp.down for mlp in mlps] == [f"model.layers.{n}.feed_forward.w2" for n in range(2)]
+
+
 def test_neurons_that_a_norm_joins_are_not_found() -> None:
     model, batch = drawn("causal")
     act: Any = model.model.layers[0].mlp

@@ -92,7 +92,8 @@ def test_a_product_of_queries_and_keys_is_merged() -> None:
         ("causal llama", (20, 20), {"intermediate_size": 20}),
         ("causal llama", (12, 20), {"intermediate_size": 20}),
         ("causal llama", (0, 20), {}),
-        ("gpt2", (20, 12), {}),  # the width is in no number of its config, but follows from another
+        ("gpt2", (20, 12), {"n_inner": 20}),  # its config has None there, as the width follows from another number
+        ("gpt2", (20, 0), {}),
     ],
 )
 def test_narrowed_mlps_get_one_width(family: str, widths: tuple[int, ...], changed: dict[str, int]) -> None:

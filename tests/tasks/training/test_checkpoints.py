@@ -23,6 +23,7 @@ from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.training.rules import Rule
 from tasks.training.checkpoints import CHECKPOINTS, SECONDS
 from tasks.training.loop import train
+from tests import tiny
 from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0, "steps": 22}
@@ -92,6 +93,23 @@ def test_a_killed_training_resumes_to_the_same_bytes(capsys: pytest.CaptureFixtu
         assert CURVE.read_text() == curve
         assert step - 2 <= steps_taken(capsys.readouterr().out) <= step
         assert not list(CHECKPOINTS.rglob("*.safetensors"))
+
+
+def trained_mixture(kill: int | None) -> bytes:
+    """Its folders have other names, and a tensor for each expert."""
+    sizes = {"vocab_size": bert().config.vocab_size, "num_labels": 2, "num_local_experts": 4, "pad_token_id": 0}
+    model = tiny.build("MixtralForSequenceClassification", **tiny.GROUPED, **sizes)
+    train(model, collate(), rows(), CURVE, rules=[Kill(kill)], **OPTIONS)
+    return save(dict(model.state_dict()))
+
+
+def test_a_model_whose_folders_have_other_tensors_resumes_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trained_mixture(None)
+    with pytest.raises(Killed):
+        trained_mixture(11)
+    capsys.readouterr()
+    assert trained_mixture(None) == whole
+    assert steps_taken(capsys.readouterr().out) == 10
 
 
 def pruned_and_taught(kill: int | None) -> bytes:
