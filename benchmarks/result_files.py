@@ -27,7 +27,13 @@ NAMES = {
     "fwsvd": "FWSVD",
     "iwsvd": "IWSVD",
     "ars": "ARS",
+    "asvd": "ASVD",
     "drone": "DRONE",
+    "svd_llm_sequential": "SVD-LLM, in order",
+    "aa_svd": "AA-SVD, not refined",
+    "zs_svd": "ZS-SVD",
+    "kfac_svd": "KFAC-SVD",
+    "lems": "LEMS",
     "lpaf": "LPAF",
     "lpaf_sensitivity": "LPAF (sensitivity)",
     "softlm": "SoftLM",
@@ -35,6 +41,7 @@ NAMES = {
     "kfac": "kfac (ours)",
     "anchored": "anchored (ours)",
     "narrowed": "narrowed (ours)",
+    "refined": "narrowed, refined (ours)",
 }
 
 
