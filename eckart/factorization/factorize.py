@@ -214,7 +214,7 @@ def factorize_in_order(
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite, a batch does not run a target, or there are
-            too few batches for refinement.
+            too few batches or no blocks for refinement.
     """
     narrowing = narrowing or Narrowing(model, targets, {}, weighting, statistics)
     first = [
@@ -234,6 +234,11 @@ def factorize_in_order(
     saved, moments = store.load(), dict[str, Tensor]()
     if order.refine:
         plan, batches = steps(model, targets, groups), split(batches, order.refine.batch_size)
+        if not any(isinstance(step, Block) for step in plan):
+            raise ValueError(
+                "sequential.refine: no transformer layer can be trained, since each runs several times, shares weights "
+                "with other parts or has no target: write refine: null"
+            )
         if order.refine.error == "gradients":
             names = [step.name for step in plan if isinstance(step, Block)]
             moments = gradient_moments(model, names, batches, loss)

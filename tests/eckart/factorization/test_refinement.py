@@ -236,10 +236,11 @@ def test_gradients_in_float16_do_not_underflow():
     assert result.after < 0.1 * result.before
 
 
-def test_blocks_that_run_several_times_are_left_out():
+def test_a_model_whose_blocks_all_run_several_times_is_refused():
     model, targets, batches, loss = case("albert")
     statistics = collect(model, batches, targets, Kfac().statistics, loss)
-    assert refined(model, targets, batches, statistics=statistics) == []
+    with pytest.raises(ValueError, match="refine: null"):
+        refined(model, targets, batches, statistics=statistics)
 
 
 def test_a_block_is_refined_if_only_a_layer_of_it_runs_twice():
