@@ -308,8 +308,8 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
         if sorted(owners) == sorted(names):
             return names[0], names[1]
     raise ValueError(
-        "the model has no embedding that shares its weight with a linear head and with nothing else: leave out tied "
-        "(targets.tied in params.yaml)"
+        "the model has no embedding that shares its weight with a linear head and with nothing else, and that only "
+        "looks up rows (Gemma's also scales them): leave out tied (targets.tied in params.yaml)"
     )
 
 
