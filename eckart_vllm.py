@@ -206,7 +206,8 @@ class _Narrowed(LinearMethodBase):  # type: ignore[misc]
         **loading: Any,
     ) -> None:
         """Give `layer` its true sizes, by which vLLM then makes and loads weight and bias, and allocate the weight."""
-        layer.input_size, outs = self.shapes[0][1], [out for out, _ in self.shapes]
+        parts = len(output_partition_sizes) // len(self.shapes)  # 2 if the file has gate and up as one layer
+        layer.input_size, outs = self.shapes[0][1], [out // parts for out, _ in self.shapes for _ in range(parts)]
         layer.output_size = sum(outs)
         layer.input_size_per_partition = self._share(layer.input_size, input_size // input_size_per_partition)
         devices = output_size // sum(output_partition_sizes)

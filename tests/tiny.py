@@ -72,6 +72,8 @@ causal_llama = of("LlamaForCausalLM", **GROUPED, tie_word_embeddings=True)
 """LLaMA as a language model, whose head is tied to the embedding."""
 albert = of("AlbertForSequenceClassification", **{**LAYERS, "num_hidden_layers": 3}, embedding_size=8, **LENGTH)
 """ALBERT: one layer that runs three times."""
+phi3 = of("Phi3ForCausalLM", **GROUPED)
+"""Phi-3 as a language model: gate and up are one layer, the first and the second half of its outputs."""
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 t5 = of("T5EncoderModel", **T5)
 """T5's encoder, whose blocks read the dtype of their last linear layer's weight before they call this layer."""
@@ -184,18 +186,20 @@ def factorize_layer(model: PreTrainedModel, name: str, rank: int, rows: slice | 
 
 
 def narrow(model: PreTrainedModel, widths: Sequence[int]) -> PreTrainedModel:
-    """Leave only the first neurons in the MLP of each layer of a GPT-2 or LLaMA, with the weights that they have.
+    """Leave only the first neurons, with their weights, in the MLP of each layer of a GPT-2, LLaMA or Phi-3.
 
     Args:
         widths: number of neurons for each layer; 0: all.
     """
-    gpt2 = model.config.model_type == "gpt2"
-    place = "transformer.h.{}.mlp.{}" if gpt2 else "model.layers.{}.mlp.{}"
+    place = "transformer.h.{}.mlp.{}" if model.config.model_type == "gpt2" else "model.layers.{}.mlp.{}"
+    families = {"gpt2": ("c_fc", "c_proj"), "phi3": ("gate_up_proj", "down_proj")}
+    children = families.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
     for number, width in enumerate(widths):
-        for child in (("c_fc", "c_proj") if gpt2 else ("gate_proj", "up_proj", "down_proj")) if width else ():
+        for child in children if width else ():
             down, name = child in ("c_proj", "down_proj"), place.format(number, child)
             layer = model.get_submodule(name)
-            weight = weight_of(layer)[:, :width] if down else weight_of(layer)[:width]
+            halves = weight_of(layer).chunk(2 if child == "gate_up_proj" else 1)
+            weight = weight_of(layer)[:, :width] if down else torch.cat([half[:width] for half in halves])
             narrowed = narrowed_like(layer, *weight.shape)
             set_weight(narrowed, weight)
             if narrowed.bias is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
-from eckart.factorization.neuron_selection import of_neurons
+from eckart.factorization.neuron_selection import of_features
 from eckart.factorization.weighted_svd import Decomposition, decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting, exact_dtype, weigh
 from eckart.model.layers import head_rows_like, present, replace, set_weight
@@ -37,12 +37,12 @@ def decompose_target(
     target: Target,
     weighting: Weighting,
     statistics: Statistics,
-    neurons: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Decomposition:
     """Decompose the weight of `target` in `model` into components, under `weighting`.
 
     Args:
-        neurons: numbers of the neurons that the layer has left, if its MLP was narrowed; None: all.
+        kept: the outputs or inputs that the layer has left, if its MLP was narrowed; None: all.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite; the message names the target.
@@ -51,7 +51,7 @@ def decompose_target(
         if isinstance(target, Product):
             return decompose_product(model, target, weighting, statistics)
         weight, norm = weight_of(model.get_submodule(target.name)), weigh(weighting, target, statistics)
-        return decompose(weight, of_neurons(norm, weight, neurons))
+        return decompose(weight, of_features(norm, weight, kept))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
 

@@ -151,8 +151,8 @@ def factorize_at_once(
         rank = ranks[target.name]
         if rank is None:
             continue
-        neurons = narrowing.neurons(target.name) if narrowing else None
-        left, right = decompose_target(model, target, weighting, statistics, neurons).truncate(rank)
+        kept = narrowing.kept(target.name) if narrowing else None
+        left, right = decompose_target(model, target, weighting, statistics, kept).truncate(rank)
         if isinstance(target, Product):
             factorize_product(model, target, left, right)
             continue

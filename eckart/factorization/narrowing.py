@@ -19,7 +19,7 @@ from eckart.factorization.error_compensation import anchored
 from eckart.factorization.neuron_selection import fitted
 from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.layers import narrowed_like, present, replace, set_weight
-from eckart.model.mlps import Widths
+from eckart.model.mlps import Widths, narrowed
 from eckart.model.targets import Target, weight_of
 
 
@@ -44,6 +44,7 @@ class Narrowing:
         self.model, self.widths = model, widths
         self.weighting, self.statistics = weighting, statistics
         self.targets = {target.name: target for target in targets}
+        self.smaller = {target.name: target for target in narrowed(targets, widths)}
         self.down_of = {name: down for down, width in widths.items() for name in (*width.up, down)}
         """Name of each layer of the MLPs to narrow → name of the MLP's down layer."""
 
@@ -58,13 +59,13 @@ class Narrowing:
             ValueError: a device map has offloaded a layer, or a statistic that the weighting reads is missing.
         """
         down, module = self.down_of[name], present(self.model, name)
-        weight, neurons = weight_of(module), self.neurons(name)
-        assert neurons is not None
-        neurons = neurons.to(weight.device)
+        weight, kept = weight_of(module), self.kept(name)
+        assert kept is not None
+        kept = kept.to(weight.device)
         if name != down:
-            smaller = weight[neurons]
+            smaller = weight[kept]
         else:
-            smaller = fitted(weight, weigh(self.weighting, self.targets[down], self.statistics).right, neurons)
+            smaller = fitted(weight, weigh(self.weighting, self.targets[down], self.statistics).right, kept)
             if current is not None:
                 inputs, dense_inputs = (current[kind][name] for kind in ("inputs", "dense_inputs"))
                 smaller = anchored(weight, inputs, dense_inputs, anchor, ridge, start=smaller)
@@ -73,17 +74,20 @@ class Narrowing:
         if layer.bias is not None:
             bias = module.get_parameter("bias").detach()
             with torch.no_grad():
-                layer.bias.copy_(bias if name == down else bias[neurons])
+                layer.bias.copy_(bias if name == down else bias[kept])
         replace(self.model, name, layer)
 
-    def neurons(self, name: str) -> Tensor | None:
-        """Return the neurons that stay in the MLP of the layer `name`; None if it is not narrowed."""
-        return torch.tensor(self.widths[self.down_of[name]].kept) if name in self.down_of else None
+    def kept(self, name: str) -> Tensor | None:
+        """Return the outputs of the layer `name`, or inputs of a down layer, that stay; None if it is not narrowed."""
+        if name not in self.down_of:
+            return None
+        neurons = self.targets[self.down_of[name]].in_features
+        size = neurons if name in self.widths else self.targets[name].out_features
+        return self.widths[self.down_of[name]].features(size, neurons)
 
     def shape(self, name: str) -> tuple[int, int] | None:
         """Return the shape `(out, in)` of the layer `name` after narrowing; None if its MLP stays as it is."""
         if name not in self.down_of:
             return None
-        kept = self.widths[self.down_of[name]].neurons
-        target = self.targets[name]
-        return (target.out_features, kept) if name in self.widths else (kept, target.in_features)
+        target = self.smaller[name]
+        return target.out_features, target.in_features

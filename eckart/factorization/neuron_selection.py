@@ -118,28 +118,28 @@ def fitted(weight: Tensor, moment: Side, neurons: Tensor) -> Tensor:
     return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False).to(home)
 
 
-def of_neurons(norm: ErrorNorm, weight: Tensor, neurons: Tensor | None) -> ErrorNorm:
-    """Return the part of a norm that belongs to the `neurons` that a layer has left; None: all.
+def of_features(norm: ErrorNorm, weight: Tensor, kept: Tensor | None) -> ErrorNorm:
+    """Return the part of a norm that belongs to the outputs or inputs `kept` that a layer has left; None: all.
 
     Args:
         norm: norm of the errors of the original layer.
         weight: weight of the smaller layer, `(out, in)`.
     """
     rows, columns = weight.shape
-    return ErrorNorm(_part(norm.left, rows, neurons), _part(norm.right, columns, neurons))
+    return ErrorNorm(_part(norm.left, rows, kept), _part(norm.right, columns, kept))
 
 
-def _part(side: Side, size: int, neurons: Tensor | None) -> Side:
-    """Return the part of a side of a norm that belongs to `neurons`; the whole side if it has `size` features already.
+def _part(side: Side, size: int, kept: Tensor | None) -> Side:
+    """Return the part of a side of a norm that belongs to `kept`; the whole side if it has `size` features already.
 
     Args:
         side: `(n, n)`, `(n,)` or None.
-        neurons: the neurons that stay, `(size,)`; None: all.
+        kept: the features that stay, `(size,)`; None: all.
     """
-    if side is None or neurons is None or len(side) == size:
+    if side is None or kept is None or len(side) == size:
         return side
-    neurons = neurons.to(side.device)
-    return side[neurons] if side.dim() == 1 else side[neurons][:, neurons]
+    kept = kept.to(side.device)
+    return side[kept] if side.dim() == 1 else side[kept][:, kept]
 
 
 def as_matrix(side: Side, weight: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ class Mlp(BaseModel):
     Attributes:
         up: names of the targets whose outputs make up the neurons: one, or two in a gated MLP.
         down: name of the target that reads the neurons.
-        neurons: number of neurons, the outputs of each of `up` and the inputs of `down`.
+        neurons: number of neurons n, the inputs of `down`. Each of `up` has n outputs, or 2n if it computes both gate
+            and up: then the outputs j and n + j belong to neuron j.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,7 +84,8 @@ def _run_narrower(model: PreTrainedModel, mlps: Sequence[Mlp], example: Batch) -
         for name in (*mlp.up, mlp.down):
             module = model.get_submodule(name)
             rows, columns = shape_of(module)
-            layer = narrowed_like(module, *((rows, few) if name == mlp.down else (few, columns)))
+            shape = (rows, few) if name == mlp.down else (few * rows // mlp.neurons, columns)
+            layer = narrowed_like(module, *shape)
             smaller[name] = layer.to_empty(device=weight_of(module).device)
             for parameter in layer.parameters():
                 parameter.zero_()
@@ -99,14 +101,13 @@ def _candidates(targets: Sequence[Target]) -> Iterator[Mlp]:
     """Yield targets with the shapes of an MLP: those that read one tensor, and the next target, which reads another."""
     plain = [_plain(target) for target in targets]
     for place, down in enumerate(targets):
-        up: list[str] = []
+        last, up = targets[place - 1], list[str]()
         for before, fits in zip(targets[:place][::-1], plain[:place][::-1], strict=True):
-            if not fits or before.out_features != down.in_features or before.input_of == down.input_of:
-                break
-            if up and before.input_of != targets[place - 1].input_of:
+            if not fits or (before.out_features, before.input_of) != (last.out_features, last.input_of):
                 break
             up.insert(0, before.name)
-        if up and plain[place]:
+        fits = plain[place] and last.out_features in (down.in_features, 2 * down.in_features)
+        if up and fits and last.input_of != down.input_of:
             yield Mlp(up=tuple(up), down=down.name, neurons=down.in_features)
 
 
@@ -130,7 +131,8 @@ class _Test:
 
     def after_up(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
-        _second(output).masked_fill_(self.cut.to(output.device), 0)
+        cut = self.cut.repeat(output.shape[-1] // len(self.cut))
+        _second(output).masked_fill_(cut.to(output.device), 0)
         return output
 
     def before_down(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -169,6 +171,14 @@ class Width(BaseModel):
         """Number of neurons that stay."""
         return len(self.kept)
 
+    def features(self, size: int, neurons: int) -> Tensor:
+        """Return which of the `size` outputs or inputs of one of the MLP's layers belong to the neurons that stay.
+
+        Args:
+            neurons: number of neurons n of the original MLP. If `size` is 2n, j and n + j belong to neuron j.
+        """
+        return torch.cat([torch.tensor(self.kept) + start for start in range(0, size, neurons)])
+
 
 Widths = Mapping[str, Width]
 """Name of the down target of each MLP that is narrowed → its width."""
@@ -176,7 +186,12 @@ Widths = Mapping[str, Width]
 
 def narrowed(targets: Sequence[Target], widths: Widths) -> tuple[Target, ...]:
     """Return `targets` with the shapes that they have after the MLPs are narrowed to `widths`."""
-    outputs = {name: width.neurons for width in widths.values() for name in width.up}
+    members = {target.name: target for target in targets}
+    outputs = {
+        name: members[name].out_features * width.neurons // members[down].in_features
+        for down, width in widths.items()
+        for name in width.up
+    }
     return tuple(
         target.model_copy(
             update={

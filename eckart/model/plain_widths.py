@@ -29,36 +29,44 @@ def restore_plain_widths(model: PreTrainedModel) -> str | None:
     narrowed, former = narrowed_shapes(model), _skeleton(model, model.config)
     shapes = {name: shape_of(former.get_submodule(name)) for name in narrowed}
     widths: dict[int, int] = {}  # former width → width of the widest MLP
-    for name, shape in shapes.items():
-        for before, now in zip(shape, narrowed[name], strict=True):
-            if now < before:
-                widths[before] = max(now, widths.get(before, 0))
+    for name, (_, before) in shapes.items():  # the down layers have as many inputs as there are neurons
+        if (now := narrowed[name][1]) < before:
+            widths[before] = max(now, widths.get(before, 0))
+    parts = {name: 1 if rows == narrowed[name][0] or rows in widths else 2 for name, (rows, _) in shapes.items()}
     if len(widths) == 1:
         ((before, widest),) = widths.items()
         for name, shape in shapes.items():
-            rows, columns = (widest if now < side else side for side, now in zip(shape, narrowed[name], strict=True))
-            _fill_up(model, name, rows, columns)
+            rows, columns = (
+                side * widest // before if now < side else side for side, now in zip(shape, narrowed[name], strict=True)
+            )
+            _fill_up(model, name, rows, columns, parts[name])
         if (attribute := _attribute(model, before, widest)) is not None:
             setattr(model.config.get_text_config(), attribute, widest)
             return attribute
     for name, shape in shapes.items():
-        _fill_up(model, name, *shape)
+        _fill_up(model, name, *shape, parts[name])
     return None
 
 
-def _fill_up(model: PreTrainedModel, name: str, rows: int, columns: int) -> None:
-    """Replace a layer by a Linear or Conv1D of the shape `(rows, columns)`, whose further values are zeros."""
+def _fill_up(model: PreTrainedModel, name: str, rows: int, columns: int, parts: int) -> None:
+    """Replace a layer by a Linear or Conv1D of the shape `(rows, columns)`, whose further values are zeros.
+
+    Args:
+        parts: 2 if the layer computes gate and up, each in one half of its rows, which is filled up; else 1.
+    """
     layer = model.get_submodule(name)
     weight, bias = weight_of(layer), getattr(layer, "bias", None)
     with torch.device("meta"):  # draws no random weights
         like = Conv1D(rows, columns) if isinstance(layer, Conv1D) else nn.Linear(columns, rows, bias=bias is not None)
     plain = like.to_empty(device=weight.device).to(weight.dtype).train(layer.training)
     filled = weight.new_zeros(rows, columns)
-    filled[: len(weight), : weight.shape[1]] = weight
+    within = filled.unflatten(0, (parts, -1))[:, : len(weight) // parts, : weight.shape[1]]
+    within.copy_(weight.unflatten(0, (parts, -1)))
     set_weight(plain, filled)
     if bias is not None:
         with torch.no_grad():
-            plain.get_parameter("bias").zero_()[: len(bias)] = bias
+            within = plain.get_parameter("bias").zero_().unflatten(0, (parts, -1))[:, : len(bias) // parts]
+            within.copy_(bias.unflatten(0, (parts, -1)))
     replace(model, name, plain)
 
 

@@ -48,10 +48,9 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Literal
 
-import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_neurons, order_neurons
+from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_features, order_neurons
 from eckart.factorization.weighted_svd import spectrum
 from eckart.factorization.weightings import weigh
 from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
@@ -158,17 +157,18 @@ class Waterfill(Filling, ByFormula):
             width = Width(up=mlp.up, kept=order.kept(order.widths[place]), loss=order.losses[place])
             spectra = {}
             for name, weight in weights.items():
-                neurons, norm = torch.tensor(width.kept, device=weight.device), norms[name]
-                smaller = fitted(weight, norm.right, neurons) if name == mlp.down else weight[neurons]
-                spectra[name] = spectrum(smaller, of_neurons(norm, smaller, neurons))
+                size, norm = mlp.neurons if name == mlp.down else len(weight), norms[name]
+                kept = width.features(size, mlp.neurons).to(weight.device)
+                smaller = fitted(weight, norm.right, kept) if name == mlp.down else weight[kept]
+                spectra[name] = spectrum(smaller, of_features(norm, smaller, kept))
             states = self._states(narrowed(targets, {mlp.down: width}), spectra)
             yield Way(states, State([width.neurons], [0], [width.loss], [1]), spectra)
 
 
 def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:
     """Return the way in which an MLP only gets a width."""
-    members = {target.name: target for target in problem.targets}
-    price = sum(members[name].in_features for name in mlp.up) + members[mlp.down].out_features  # of a neuron
+    layers = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
+    price = sum(target.parameters for target in layers) // mlp.neurons  # of a neuron
     widths, losses = order.widths[1:], order.losses[1:]
     costs = [price * width for width in widths]
     return Way({}, State([*widths[:-1], None], costs, losses, vertices(costs, losses)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 import eckart
 from eckart.calibration.head_loss import objective_of
@@ -35,16 +36,27 @@ from tests import tiny
 NARROW = {"weighting": "kfac", "ranks": {"kind": "waterfill", "narrow": True, "multiple": 2}}
 
 
-MODELS = {**tiny.FAMILIES, "causal": tiny.causal_llama, "t5": tiny.t5}
+MODELS = {
+    **tiny.FAMILIES,
+    "causal": tiny.causal_llama,
+    "t5": tiny.t5,
+    "phi3": tiny.phi3,
+    "glm4": tiny.of("Glm4ForCausalLM", **tiny.GROUPED, head_dim=4),
+    "modernbert": tiny.of("ModernBertForSequenceClassification", **tiny.LAYERS, **tiny.LENGTH, mlp_bias=True),
+}
+FUSED = ("phi3", "glm4", "modernbert")
+"""Families whose gate and up are one layer."""
 
 
 def drawn(family: str) -> tuple[Any, tiny.Batch]:
     """Return a model and a batch; those for classes have labels."""
     batch = tiny.collate(tiny.samples(4))
-    if family == "causal":
+    if family in ("causal", "phi3", "glm4"):
         batch["labels"] = batch["input_ids"]
     if family == "t5":
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if family == "modernbert":
+        del batch["position_ids"]
     return MODELS[family]().eval(), batch
 
 
@@ -96,12 +108,12 @@ def test_a_correction_restores_the_outputs_from_fewer_inputs() -> None:
     torch.testing.assert_close(corrected, expected)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", *FUSED])
 def test_the_mlps_of_every_layer_are_found(family: str) -> None:
     model, batch = drawn(family)
     targets = find_targets(model, batch).targets
     mlps = find_mlps(model, targets, batch)
-    neurons = {"bert": 40, "gpt2": 64, "llama": 24, "t5": 24}[family]
+    neurons = {"bert": 40, "gpt2": 64}.get(family, 24)
     assert [mlp.neurons for mlp in mlps] == [neurons] * 2
     assert {len(mlp.up) for mlp in mlps} == {2 if family == "llama" else 1}
 
@@ -114,6 +126,47 @@ def test_layers_whose_names_differ_in_a_number_are_of_different_kinds() -> None:
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     mlps = find_mlps(model, find_targets(model, inputs).targets, inputs)
     assert [mlp.down for mlp in mlps] == [f"model.layers.{n}.feed_forward.w2" for n in range(2)]
+
+
+def test_a_layer_that_interleaves_gate_and_up_is_not_found() -> None:
+    """Its outputs 2j and 2j + 1 belong to neuron j, not j and n + j."""
+    model, batch = drawn("phi3")
+    mlp: Any = model.model.layers[0].mlp
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = mlp.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return mlp.down_proj(silu(gate) * up)
+
+    mlp.forward = forward
+    mlps = find_mlps(model, find_targets(model, batch).targets, batch)
+    assert [found.down for found in mlps] == ["model.layers.1.mlp.down_proj"]
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_a_layer_of_gate_and_up_computes_the_neurons_that_stay(family: str) -> None:
+    """The outputs are those of the original whose down layer reads these neurons alone."""
+    original, batch = drawn(family)
+    targets = find_targets(original, batch).targets
+    statistics = collect(original, [batch], targets, ["inputs"])
+    mlp = find_mlps(original, targets, batch)[0]
+    for kept in ((0, 3, 4, 11, 23), tuple(range(mlp.neurons))):
+        expected, model = deepcopy(original), deepcopy(original)
+        weight = expected.get_parameter(f"{mlp.down}.weight").data
+        fit = fitted(weight, statistics["inputs"][mlp.down], torch.tensor(kept))
+        weight.zero_()[:, list(kept)] = fit.float()
+        widths = {mlp.down: Width(up=mlp.up, kept=kept, loss=0.0)}
+        narrowing = Narrowing(model, targets, widths, Inputs(), statistics)
+        for name in narrowing.down_of:
+            narrowing.narrow(name)
+            assert narrowing.shape(name) == tuple(model.get_parameter(f"{name}.weight").shape)
+        torch.testing.assert_close(tiny.logits(model, batch), tiny.logits(expected, batch), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tiny.logits(model, batch), tiny.logits(original, batch), rtol=1e-2, atol=1e-3)
+
+
+def test_both_halves_of_a_layer_keep_the_same_neurons() -> None:
+    width = Width(up=("up",), kept=(0, 2), loss=0.0)
+    assert width.features(6, 3).tolist() == [0, 2, 3, 5]
+    assert width.features(3, 3).tolist() == [0, 2]
 
 
 def test_neurons_that_a_norm_joins_are_not_found() -> None:
@@ -163,6 +216,9 @@ def test_copies_of_neurons_are_left_out_without_any_loss() -> None:
         ("bert", {"sequential": {"anchor": 0.0}}),
         ("causal", {"storage": "pivoted", "sequential": {"refine": {"passes": 1, "batch_size": 1}}}),
         ("gpt2", {"storage": "pivoted"}),
+        ("phi3", {"storage": "pivoted", "sequential": {"refine": {"passes": 1, "batch_size": 1}}}),
+        ("glm4", {"sequential": {"anchor": 0.5}}),
+        ("modernbert", {"storage": "pivoted"}),
     ],
 )
 def test_narrowed_models_keep_the_budget_and_survive_saving(family: str, changes: dict[str, Any]) -> None:
@@ -288,18 +344,20 @@ def test_a_refinement_goes_on_from_a_block_with_width_and_ranks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("family", ["causal", "gpt2"])
+@pytest.mark.parametrize("family", ["causal", "gpt2", "phi3", "modernbert"])
 def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
     model, batch = drawn(family)
     small, report = eckart.compress(model, [batch], 0.4, NARROW | {"storage": "pivoted"}, check=False)
-    widths = {shape[0] for name, shape in narrowed_shapes(small).items() if name.endswith(("up_proj", "c_fc"))}
+    widths = {
+        shape[1] for name, shape in narrowed_shapes(small).items() if name.endswith(("down_proj", "c_proj", "Wo"))
+    }
     with torch.no_grad():
         expected = small(**batch).logits
         for name in report.ranks:
             made_dense(small, name)
         attribute = restore_plain_widths(small)
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    assert attribute == {"causal": "intermediate_size", "gpt2": "n_inner"}[family]
+    assert attribute == ("n_inner" if family == "gpt2" else "intermediate_size")
     assert not narrowed_shapes(small)
     assert getattr(small.config, attribute) == max(widths)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format
@@ -166,14 +166,16 @@ def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
-def narrowed(plugin: Any, name: str, layer: Any, devices: int = 1, **config: Any) -> Any:
+def narrowed(plugin: Any, name: str, layer: Any, devices: int = 1, fused: bool = False, **config: Any) -> Any:
     """Return the layer `name` of a LLaMA, whose MLP of 96 neurons has 40, after vLLM has made it on one of `devices`.
 
-    `layer` has the attributes that vLLM's layers have before they ask for their weights.
+    Args:
+        layer: has the attributes that vLLM's layers have before they ask for their weights.
+        fused: whether gate and up are one layer in the file, too, as in Phi-3.
     """
-    shapes = {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64], "mlp.down_proj": [64, 40]}
-    read = plugin.EckartConfig.from_config({"ranks": {}, "narrowed": shapes, **config})
-    read.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    up = {"mlp.gate_up_proj": [80, 64]} if fused else {"mlp.gate_proj": [40, 64], "mlp.up_proj": [40, 64]}
+    read = plugin.EckartConfig.from_config({"ranks": {}, "narrowed": {**up, "mlp.down_proj": [64, 40]}, **config})
+    read.packed_modules_mapping = {"gate_up_proj": ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]}
     method = read.get_quant_method(layer, f"mlp.{name}")
     if name == "gate_up_proj":
         layer.output_sizes = [96, 96]
@@ -185,18 +187,19 @@ def narrowed(plugin: Any, name: str, layer: Any, devices: int = 1, **config: Any
 
 
 @pytest.mark.skipif(bool(find_spec("vllm")), reason="vLLM's own layers need its distributed groups")
-def test_narrowed_layers_get_their_sizes(plugin: Any) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_narrowed_layers_get_their_sizes(plugin: Any, fused: bool) -> None:
     layer = sys.modules["vllm.model_executor.layers.linear"].LinearBase
     for devices in (1, 4):
-        joined = narrowed(plugin, "gate_up_proj", layer(), devices)
+        joined = narrowed(plugin, "gate_up_proj", layer(), devices, fused)
         assert (joined.input_size_per_partition, joined.input_size, joined.output_size) == (64, 64, 80)
         assert (joined.output_sizes, joined.output_size_per_partition) == ([40, 40], 80 // devices)
         assert joined.weight.shape == (80 // devices, 64)
-        down = narrowed(plugin, "down_proj", layer(), devices)
+        down = narrowed(plugin, "down_proj", layer(), devices, fused)
         assert (down.input_size, down.output_size, down.output_partition_sizes) == (40, 64, [64])
         assert down.weight.shape == (64, 40 // devices)
     with pytest.raises(ValueError, match=r"gate_up_proj has 40 .*divisor of 40"):
-        narrowed(plugin, "gate_up_proj", layer(), 3)
+        narrowed(plugin, "gate_up_proj", layer(), 3, fused)
 
 
 @pytest.mark.skipif(bool(find_spec("vllm")), reason="vLLM's own layers need its distributed groups")
@@ -271,10 +274,9 @@ def causal(family: str) -> PreTrainedModel:
         config = GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=2, pad_token_id=0)
         return tiny.drawn(GPT2LMHeadModel, config)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=tiny.VOCABULARY, num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, **sizes
-    )
-    return tiny.drawn(LlamaForCausalLM, config)
+    name = {"llama": "LlamaForCausalLM", "phi3": "Phi3ForCausalLM"}[family]
+    everywhere = {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2}
+    return tiny.build(name, num_key_value_heads=1, **everywhere, **sizes)
 
 
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
@@ -311,6 +313,7 @@ def losses(model: PreTrainedModel) -> Tensor:
     [
         *(("llama", stored) for stored in ("factors", "pivoted", "rows", "narrowed", "narrowed in pivots")),
         *(("gpt2", stored) for stored in ("factors", "narrowed")),
+        *(("phi3", stored) for stored in ("narrowed", "narrowed in pivots")),
     ],
 )
 def test_vllm_generates_as_transformers(family: str, stored: str, tmp_path: Path) -> None:

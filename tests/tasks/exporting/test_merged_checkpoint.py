@@ -27,7 +27,7 @@ from tests.eckart.model.test_attention_products import compressed
 from tests.workspace import digests
 
 BATCH = {name: tiny.collate(tiny.samples(8))[name] for name in ("input_ids", "attention_mask")}
-FAMILIES = {**tiny.FAMILIES, "causal llama": tiny.causal_llama}
+FAMILIES = {**tiny.FAMILIES, "causal llama": tiny.causal_llama, "phi3": tiny.phi3}
 
 
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
@@ -92,6 +92,8 @@ def test_a_product_of_queries_and_keys_is_merged() -> None:
         ("causal llama", (20, 20), {"intermediate_size": 20}),
         ("causal llama", (12, 20), {"intermediate_size": 20}),
         ("causal llama", (0, 20), {}),
+        ("phi3", (12, 20), {"intermediate_size": 20}),
+        ("phi3", (0, 20), {}),
         ("gpt2", (20, 12), {"n_inner": 20}),  # its config has None there, as the width follows from another number
         ("gpt2", (20, 0), {}),
     ],
