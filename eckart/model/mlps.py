@@ -80,7 +80,7 @@ def _run_narrower(model: PreTrainedModel, mlps: Sequence[Mlp], example: Batch) -
     """Return whether `model` runs if each of `mlps` has a few neurons, of no common divisor with those it has now."""
     smaller: dict[str, nn.Module] = {}
     for mlp in mlps:
-        few = next((number for number in range(2, mlp.neurons) if gcd(number, mlp.neurons) == 1), mlp.neurons)
+        few = next((number for number in range(2, mlp.neurons) if gcd(number, mlp.neurons) == 1), 1)
         for name in (*mlp.up, mlp.down):
             module = model.get_submodule(name)
             rows, columns = shape_of(module)

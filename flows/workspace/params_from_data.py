@@ -143,8 +143,8 @@ def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
 
 
 def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    first = tokenizer.bos_token_id
-    return first is not None and tokenizer("a")["input_ids"][0] == first
+    ids: list[int] = tokenizer("a")["input_ids"]
+    return ids[:1] == [tokenizer.bos_token_id]
 
 
 def _length(

@@ -279,8 +279,9 @@ class Data(Section):
     )
     first: Literal["bos"] | None = Field(
         None,
-        description="first token of every block. bos: the tokenizer's beginning-of-text token, without which Gemma's "
-        "perplexity is tens of times as high; null: the text's own; for language modeling only",
+        description="first token of every block of text; blocks that the model writes have written.first. bos: the "
+        "tokenizer's beginning-of-text token, without which Gemma's perplexity is tens of times as high; null: the "
+        "text's own; for language modeling only",
     )
     seed: Seed = Field(0, description="seed of splitting and sampling")
 

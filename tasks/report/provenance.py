@@ -64,7 +64,7 @@ def cut(data: schema.Data) -> str:
     """Describe how long the text of an example is and, for a language model, how it is scored."""
     if not task_class(data.task).running_text:
         return f"texts are cut to {data.max_length} tokens"
-    begins = ", after the beginning-of-text token" if data.first else ""
+    begins = "; its first token is the beginning-of-text token" if data.first else ""
     return (
         f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that every token is scored "
         f"once, after at least {data.max_length - data.stride} others{begins}"

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
@@ -311,6 +319,21 @@ def test_attention_may_be_another_than_models_are_loaded_with() -> None:
     batch = tiny.collate(sorted(tiny.samples(4), key=lambda sample: len(sample[0])), side="left")
     del batch["labels"]
     eckart.compress(model, [batch], 0.5, "svd")
+
+
+def test_parts_of_a_model_may_have_other_attentions() -> None:
+    """TrOCR's decoder has no SDPA, its encoder has."""
+    sizes = {"decoder_attention_heads": 2, "decoder_ffn_dim": 24, "max_position_embeddings": 32}
+    decoder = TrOCRConfig(vocab_size=64, d_model=16, decoder_layers=1, pad_token_id=1, **sizes)
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    encoder = ViTConfig(image_size=8, patch_size=4, **vision)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, decoder, decoder_start_token_id=2, pad_token_id=1
+    )
+    model = VisionEncoderDecoderModel(config).eval()
+    batch = {"pixel_values": tiny.noise(4, 3, 8, 8), "labels": tiny.following(tiny.text(4))["labels"]}
+    small, _ = eckart.compress(model, [batch], 0.5, "svd")
+    assert factorized(small)
 
 
 def test_batches_in_which_nothing_counts_are_an_error() -> None:
