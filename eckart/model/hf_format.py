@@ -412,17 +412,24 @@ def _each_layer_by_itself(model: PreTrainedModel) -> Iterator[None]:
     transformers takes apart as it loads them. But factors of other ranks cannot be joined, nor factors and a dense
     weight: one that misses the others would be written as if it were all of them.
     """
-    loaded = getattr(model, "_weight_conversions", None)
-    conversions = loaded
+    conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [some for some in conversions if not isinstance(some, PrefixChange)]  # as transformers does
     joining = [some for some in conversions if isinstance(some, WeightConverter) and len(some.target_patterns) > 1]
+    with converted(model, [some for some in conversions if some not in joining]):
+        yield
+
+
+@contextmanager
+def converted(model: PreTrainedModel, conversions: Sequence[Any]) -> Iterator[None]:
+    """Let `save_pretrained` convert the model's tensors by `conversions` only, none if it is empty."""
+    some: Any = model
+    own, some._weight_conversions = getattr(model, "_weight_conversions", None), [*conversions]
     try:
-        model._weight_conversions = [some for some in conversions if some not in joining]  # type: ignore[assignment]
         yield
     finally:
-        model._weight_conversions = loaded  # type: ignore[assignment]
+        some._weight_conversions = own
 
 
 _OF_FORMAT = ("quantization_config", "transformers_weights")

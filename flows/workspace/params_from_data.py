@@ -65,10 +65,7 @@ def of_data(
         }
     }
     if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
-        changes["data"] |= {"sizes": {"calibration": _BLOCKS}, "written": {"examples": _BLOCKS}}
-        changes["data"]["calibration_blocks"] = "random"
-        if _begins_with_bos(tokenizer):  # without this token, Gemma's perplexity and statistics mean nothing
-            changes["data"]["first"] = changes["data"]["written"]["first"] = "bos"
+        changes["data"] |= _blocks(tokenizer)
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}
@@ -142,9 +139,12 @@ def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
             raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
 
 
-def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    ids: list[int] = tokenizer("a")["input_ids"]
-    return ids[:1] == [tokenizer.bos_token_id]
+def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the values of the section data that say which blocks of running text a language model reads."""
+    begins_with_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    first = {"first": "bos"} if begins_with_bos else {}  # without it, Gemma's perplexity and statistics mean nothing
+    written = {"examples": _BLOCKS, **first}
+    return {"sizes": {"calibration": _BLOCKS}, "calibration_blocks": "random", "written": written, **first}
 
 
 def _length(

@@ -30,6 +30,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, batch_size, mean_loss
+from eckart.model.hf_format import converted
 from eckart.training.learning_rate import Schedule, share_of_peak
 from eckart.training.rules import Rule
 from tasks.config.schema import Optimizer
@@ -304,12 +305,8 @@ class _RuleTrainer(Trainer):
         By default, `save_pretrained` writes those of the family's folders, in which a mixture's experts, for instance,
         are tensors of their own. The Trainer would leave such tensors as they were before the training.
         """
-        model: Any = self.model
-        conversions, model._weight_conversions = getattr(model, "_weight_conversions", None), []
-        try:
+        with converted(self.model, []):  # type: ignore[arg-type]
             super()._save(output_dir, state_dict)
-        finally:
-            model._weight_conversions = conversions
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add to the log the mean task loss since the last log, and the rules' measures of the last step."""
