@@ -15,6 +15,7 @@ in < out, the same is done with the transpose, so that only the smaller side is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt().to(home)
 
 
+def absorbed(weight: Tensor, norm: ErrorNorm, side: Literal["left", "right"]) -> tuple[Tensor, ErrorNorm]:
+    """Return L W, or W R, and the norm without this side: they have the weighted singular values of W and the norm.
+
+    So have any columns of L W, or rows of W R, so that decompositions of such parts need no root of this side.
+    """
+    weight, norm = accelerated(weight, norm)
+    w = weight.to(exact_dtype(weight))
+    if side == "left":
+        return _lifted(norm.left, w), ErrorNorm(None, norm.right)
+    return _lifted(norm.right, w.T).T, ErrorNorm(norm.left, None)
+
+
 def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:
     """Return the squared norm ‖L E R‖²_F = tr(A E B Eᵀ) of an error E `(out, in)`."""
     e = error.to(exact_dtype(error))
@@ -145,6 +158,11 @@ def _root(side: Side) -> tuple[Side, Side]:
     eigenvalues, vectors = torch.linalg.eigh(correlations)
     roots = eigenvalues.clamp(min=floor * float(eigenvalues[-1])).sqrt()
     return (deviations.unsqueeze(1) * vectors * roots).T, vectors / deviations.unsqueeze(1) / roots
+
+
+def _lifted(side: Side, x: Tensor) -> Tensor:
+    """Return Kᵀ x with K Kᵀ = `side`, without the floor of `_root` if the side is zero."""
+    return torch.zeros_like(x) if side is not None and not side.any() else _apply(_root(side)[0], x)
 
 
 def _cholesky(correlations: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, row_of
 from eckart.model.layers import narrowed_like, replaced, shape_of
 from eckart.model.module_context import eval_mode
+from eckart.model.probing import shortened
 from eckart.model.targets import Product, Target, Tied, weight_of
 
 
@@ -51,7 +52,7 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     kinds: dict[str, list[Mlp]] = {}
     for mlp in candidates:
         kinds.setdefault(re.sub(r"\b\d+\b", "#", mlp.down), []).append(mlp)
-    example = row_of(batch, 0)
+    example = shortened(model, row_of(batch, 0))
     twice = {name: torch.cat([values, values]) for name, values in example.items()}
     independent = [_independent(model, kind, twice) for kind in kinds.values()]
     passed = {mlp.down for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}

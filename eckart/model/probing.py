@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from eckart.model.module_context import eval_mode
+
 ATTENTION = "attention_mask"
 """Name of the batch entry that is 0 at padding tokens of the text. The names of other masks end with this name, such as
 `decoder_attention_mask`."""
@@ -29,6 +31,7 @@ _NOT_TEXT = ("pixel", "visual", "image")
 """Beginnings of the names of batch entries that do not hold tokens of a text."""
 
 NEVER_RAN = "its forward did not run for the batch"
+_ENOUGH = 256  # tokens of a probe's examples: they tell as much as 2,048, and two of 8 experts get some of them
 
 
 def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
@@ -37,6 +40,28 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
     shapes = [] if ids is None else [ids.shape]
     names = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
     return sorted(name for name in names if batch[name].dim() == 2 or batch[name].shape in shapes)
+
+
+@torch.no_grad()
+def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a batch of texts without padding with only the last 256 tokens of each, if `model` takes so few.
+
+    Any other batch is returned as it is. The last tokens, because the labels of the first may not count: those of a
+    prompt, say.
+    """
+    shapes = {values.shape for values in batch.values()}
+    plain = "input_ids" in batch and len(shapes) == 1 and batch["input_ids"].dim() == 2
+    if not plain or not all(bool(batch[mask].all()) for mask in masks_of(batch)):
+        return batch
+    if batch["input_ids"].shape[1] <= _ENOUGH:
+        return batch
+    short = {name: values[:, -_ENOUGH:] for name, values in batch.items()}
+    try:
+        with eval_mode(model):
+            model(**short)
+    except Exception:  # the model takes a fixed number of tokens; the error's type depends on it
+        return batch
+    return short
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
 from eckart.model.layers import parts_of_layers, shape_of
 from eckart.model.module_context import eval_mode
-from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear
+from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear, shortened
 
 Storage = Literal["factors", "pivoted"]
 """Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
@@ -173,6 +173,7 @@ def find_targets(
             such pair.
     """
     _check_batch(model, batch)
+    batch = shortened(model, batch)
     pair = _tied_pair(model) if tied else ()
     factors = parts_of_layers(model)
     layers = {

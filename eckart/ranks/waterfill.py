@@ -49,10 +49,11 @@ from math import ceil
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_features, order_neurons
-from eckart.factorization.weighted_svd import spectrum
-from eckart.factorization.weightings import weigh
+from eckart.factorization.weighted_svd import absorbed, spectrum
+from eckart.factorization.weightings import ErrorNorm, weigh
 from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, ranked_allowance
@@ -150,19 +151,25 @@ class Waterfill(Filling, ByFormula):
         targets = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
         if targets[0].storage != "pivoted":
             return
-        weights = {target.name: weight_of(problem.model.get_submodule(target.name)) for target in targets}
-        norms = {target.name: weigh(problem.weighting, target, problem.statistics) for target in targets}
+        layers = {target.name: _absorbed(problem, target, mlp) for target in targets}
         steps = len(order.widths) - 1
         for place in sorted({steps * part // _PARTS for part in range(2, _PARTS)} - {0}):
             width = Width(up=mlp.up, kept=order.kept(order.widths[place]), loss=order.losses[place])
             spectra = {}
-            for name, weight in weights.items():
-                size, norm = mlp.neurons if name == mlp.down else len(weight), norms[name]
+            for name, (weight, norm) in layers.items():
+                size = mlp.neurons if name == mlp.down else len(weight)
                 kept = width.features(size, mlp.neurons).to(weight.device)
                 smaller = fitted(weight, norm.right, kept) if name == mlp.down else weight[kept]
                 spectra[name] = spectrum(smaller, of_features(norm, smaller, kept))
             states = self._states(narrowed(targets, {mlp.down: width}), spectra)
             yield Way(states, State([width.neurons], [0], [width.loss], [1]), spectra)
+
+
+def _absorbed(problem: SearchProblem, target: Target, mlp: Mlp) -> tuple[Tensor, ErrorNorm]:
+    """Return weight and norm of a layer of an MLP; the side that is not of neurons is in the weight."""
+    weight = weight_of(problem.model.get_submodule(target.name))
+    norm = weigh(problem.weighting, target, problem.statistics)
+    return absorbed(weight, norm, "left" if target.name == mlp.down else "right")
 
 
 def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:

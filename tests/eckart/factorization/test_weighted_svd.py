@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eckart.factorization import weighted_svd
-from eckart.factorization.weighted_svd import Decomposition, decompose, spectrum, weighted_loss
+from eckart.factorization.weighted_svd import Decomposition, absorbed, decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm, Side
 
 REGULAR = ("none", "diagonal", "full")
@@ -183,6 +183,31 @@ def test_the_spectrum_alone_is_that_of_the_decomposition(problem):
     assert bool((values.diff() <= 0).all())
     # energies, not values: what is compared with the budget, and what eigenvalues are exact in
     torch.testing.assert_close(values**2, expected**2, rtol=1e-9, atol=1e-13 * float(expected[0]) ** 2)
+
+
+@given(problems((*REGULAR, *SINGULAR, *OUTLIERS, "zero")), st.sampled_from(["left", "right"]))
+def test_a_weight_that_has_absorbed_a_side_keeps_its_spectrum(problem, side):
+    """So does any part of it that leaves out features of the other side."""
+    weight, norm = problem
+    rows, columns = weight.shape
+    rows, columns = (rows, (columns + 1) // 2) if side == "left" else ((rows + 1) // 2, columns)
+
+    def part(weight, norm):
+        kept = ErrorNorm(norm.left, _first(norm.right, columns)), ErrorNorm(_first(norm.left, rows), norm.right)
+        return weight[:rows, :columns], kept[side == "right"]
+
+    whole = absorbed(weight, norm, side)
+    assert getattr(whole[1], side) is None
+    for expected, values in (
+        (spectrum(weight, norm), spectrum(*whole)),
+        (spectrum(*part(weight, norm)), spectrum(*part(*whole))),
+    ):
+        torch.testing.assert_close(values**2, expected**2, rtol=1e-9, atol=1e-11 * float(expected[0]) ** 2)
+
+
+def _first(side: Side, size: int) -> Side:
+    """The part of a side that belongs to its first features."""
+    return side if side is None else side[:size] if side.dim() == 1 else side[:size, :size]
 
 
 @given(problems(REGULAR + SINGULAR + OUTLIERS, smallest=2))

@@ -13,7 +13,7 @@ from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Inputs, Plain, weigh
 from eckart.model.layers import factorize_target
-from eckart.model.probing import is_embedding, is_linear
+from eckart.model.probing import columns, is_embedding, is_linear
 from eckart.model.targets import Targets, find_targets, weight_of
 from tests import tiny
 
@@ -26,6 +26,14 @@ def found(model, **options) -> Targets:
 
 def names(result: Targets) -> list[str]:
     return [target.name for target in result.targets]
+
+
+def long_texts(padded: int = 0) -> dict[str, Tensor]:
+    """Two texts of 300 tokens, the second with some padding."""
+    ids = torch.randint(4, tiny.VOCABULARY, (2, 300), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 300 - padded :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 LLAMA_LAYER = [
@@ -202,6 +210,30 @@ def test_no_targets_is_an_error_that_gives_each_reason():
     model.model.spare = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"\bmodel\.layers\.0\.self_attn\.q_proj .*\bscore .*\bmodel\.spare "):
         found(model, exclude=["*.layers.*"])
+
+
+# --- long texts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [long_texts(), long_texts(padded=5)], ids=["whole", "padded"])
+def test_few_tokens_of_long_texts_without_padding_tell_the_same(batch):
+    model = tiny.causal_llama()
+    lengths = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
+    assert find_targets(model, batch) == find_targets(model, columns(batch, "attention_mask", torch.arange(9)))
+    assert (max(lengths) < 300) == bool(batch["attention_mask"].all())
+
+
+def test_a_model_of_a_fixed_number_of_tokens_gets_them_all():
+    model = tiny.causal_llama()
+
+    def refuse(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] != 300:
+            raise ValueError("300 tokens are needed")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    batch = {"input_ids": long_texts()["input_ids"]}
+    assert names(find_targets(model, batch)) == names(find_targets(tiny.causal_llama(), batch))
 
 
 # --- the model afterwards --------------------------------------------------------------------------------------------
