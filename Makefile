@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 # The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test clients bench docs links lint ui lock clean
+.PHONY: setup run test clients tools bench docs links lint ui lock clean
 
 setup: $(READY)  ## set up the environment alone
 
@@ -19,9 +19,11 @@ run: $(READY)  ## run the study that params.yaml describes
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# transformers.js is tried where npm is.
-clients: $(CLIENTS)/ready $(CLIENTS)/optimum $(if $(shell command -v npm),$(CLIENTS)/node_modules)  ## install tools of others beside the environment, and try them on compressed models: a minute
+clients: tools  ## try tools of others on compressed models: a minute
 	$(CLIENTS)/bin/python -m pytest tests/clients
+
+# transformers.js is tried where npm is.
+tools: $(CLIENTS)/ready $(CLIENTS)/optimum $(if $(shell command -v npm),$(CLIENTS)/node_modules)  ## install tools of others beside the environment
 
 bench: $(READY)  ## measure the study of this folder and write docs/results/benchmarks.md: some minutes, alone on the machine
 	$(BIN)/python -m flows run
