@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
     ".txt": {"keep_linebreaks": True},  # each line becomes a row that ends with its line break, as on the hub
 }
+_UNNAMED = "__index_level_0__"  # cells of a CSV file that has one name less; all names would belong to the next cells
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
@@ -41,14 +43,15 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
     """
-    if params.source in PACKAGED:
-        return {"train": _columns(PACKAGED[params.source](), params)}
-    source = _source(params)
+    packaged = PACKAGED.get(params.source)
+    source = {"train": packaged} if packaged else _source(params)
     split_names = params.splits.named()
     if absent := [name for name in split_names.values() if name not in source]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
+    if packaged:
+        return {"train": _columns(packaged(), params)}
     return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
 
 
@@ -118,13 +121,32 @@ def read_file(file: Path) -> datasets.Dataset:
         StageError: the file is empty or does not have this format.
     """
     options = _OPTIONS.get(file.suffix, {})
+    # The library's own cache would answer for another content of the same age. In a path, it takes [ for a pattern.
+    options = {**options, "data_files": glob.escape(str(file.absolute())), "download_mode": "force_redownload"}
     try:
-        return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
+        if file.suffix != ".parquet":
+            _check_utf8(file)
+        rows = datasets.load_dataset(FORMATS[file.suffix], split="train", **options)
+    except UnicodeDecodeError as error:
+        raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
         cause = error.__cause__ or error
         if _NO_ROWS.search(repr(cause)):
             raise StageError(f"{file} is empty: give it rows") from error
         raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
+    if FORMATS[file.suffix] == "csv" and _UNNAMED in rows.column_names:
+        raise StageError(
+            f"{file} has more cells in its rows than names in its first line: name each column, or remove the "
+            "separator at the end of each row"
+        )
+    return rows
+
+
+def _check_utf8(file: Path) -> None:
+    """Raise a UnicodeDecodeError if a text is not in UTF-8: some loaders would find that only where it is used."""
+    with file.open(encoding="utf-8") as lines:
+        for _ in lines:
+            pass
 
 
 def _from_hub(params: Data) -> dict[str, datasets.Dataset]:

