@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,14 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
     """
-    packaged = PACKAGED.get(params.source)
-    source = {"train": packaged} if packaged else _source(params)
+    source = _source(params)
     split_names = params.splits.named()
     if absent := [name for name in split_names.values() if name not in source]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
-    if packaged:
-        return {"train": _columns(packaged(), params)}
-    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
+    rows = {split: source[name]() for split, name in split_names.items()}
+    return {split: _columns(_frame(part, params.columns.label), params) for split, part in rows.items()}
 
 
 def source_of(text: Text, params: Data) -> Data:
@@ -75,12 +74,14 @@ def load_text(name: str, text: Text, params: Data) -> list[str]:
         raise StageError(f"evaluate.texts.{name}: {error}") from error
 
 
-def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """Load a file, a folder with one file for each split, or a data set from the hub.
+def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.DataFrame]]:
+    """Find a packaged data set, a file, a folder with one file for each split, or a data set on the hub.
 
     Returns:
-        name of the split in the source → its rows.
+        name of the split in the source → function that loads its rows: a folder may have other files than data.
     """
+    if params.source in PACKAGED:
+        return {"train": PACKAGED[params.source]}
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
     if not path.exists() and path.suffix not in FORMATS and not inside:
@@ -89,7 +90,7 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
     if not path.exists():
         raise StageError(f"{path} does not exist: correct data.source")
-    return {name: read_file(file) for name, file in files_of_splits(path, params.splits.train).items()}
+    return {name: partial(read_file, file) for name, file in files_of_splits(path, params.splits.train).items()}
 
 
 def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
@@ -149,22 +150,26 @@ def _check_utf8(file: Path) -> None:
             pass
 
 
-def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
+def _from_hub(params: Data) -> dict[str, Callable[[], datasets.Dataset]]:
     try:
-        return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
+        found = dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
     except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
         raise StageError(
             f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
             f"give it: {error}"
         ) from error
+    return {name: partial(found.get, name) for name in found}
 
 
-def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """Return the rows as a DataFrame. If the column `label` holds class ids, class names replace them.
+def _frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.DataFrame:
+    """Return the rows as a DataFrame; those of a packaged data set are one already.
 
-    The names are a pandas categorical whose categories are in the order of the ids. If the cells are lists of ids, each
-    cell becomes such a categorical. The id -1, which marks unlabelled rows on the hub, becomes a missing label.
+    If the column `label` holds class ids, class names replace them. The names are a pandas categorical whose categories
+    are in the order of the ids. If the cells are lists of ids, each cell becomes such a categorical. The id -1, which
+    marks unlabelled rows on the hub, becomes a missing label.
     """
+    if isinstance(rows, pd.DataFrame):
+        return rows
     frame = rows.to_pandas()
     feature = rows.features.get(label)
     if label and isinstance(feature, datasets.ClassLabel):

@@ -179,6 +179,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_splits() -> N
 def test_a_test_split_that_is_not_named_is_not_read() -> None:
     write(name="folder/train")
     write(reviews().assign(text="a leak"), "folder/test")
+    Path("data/raw/folder/._train.csv").write_bytes(b"\x00\x05\xff of a Mac")
+    Path("data/raw/folder/notes.txt").touch()
     assert "a leak" not in set(extracted("data/raw/folder")["test"]["text"])
 
 
