@@ -672,6 +672,8 @@ def publish(
     sizes = {path: file.stat().st_size for path, file in published.files.items()}
     for path, size in sizes.items():
         print(f"{path}  {size:,} bytes")
+    for path in published.removed:
+        print(f"{path}  removed: weights of another candidate")
     place = f"are at {published.url}" if published.url else f"would go to {repository}"
     print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {place}.")
 
