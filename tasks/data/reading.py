@@ -22,14 +22,7 @@ from tasks.runtime.stage_runner import say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-# Only empty cells count as missing. By default, pandas also treats words such as None, null and NA as missing.
-_CSV = {"keep_default_na": False, "na_values": [""]}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    ".csv": _CSV,
-    ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
-    ".txt": {"keep_linebreaks": True},  # each line becomes a row that ends with its line break, as on the hub
-}
-_UNNAMED = "__index_level_0__"  # cells of a CSV file that has one name less; all names would belong to the next cells
+_SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
@@ -121,13 +114,10 @@ def read_file(file: Path) -> datasets.Dataset:
     Raises:
         StageError: the file is empty or does not have this format.
     """
-    options = _OPTIONS.get(file.suffix, {})
-    # The library's own cache would answer for another content of the same age. In a path, it takes [ for a pattern.
-    options = {**options, "data_files": glob.escape(str(file.absolute())), "download_mode": "force_redownload"}
     try:
         if file.suffix != ".parquet":
             _check_utf8(file)
-        rows = datasets.load_dataset(FORMATS[file.suffix], split="train", **options)
+        rows = _read_csv(file) if file.suffix in _SEPARATED else _load(file)
     except UnicodeDecodeError as error:
         raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
@@ -135,12 +125,42 @@ def read_file(file: Path) -> datasets.Dataset:
         if _NO_ROWS.search(repr(cause)):
             raise StageError(f"{file} is empty: give it rows") from error
         raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
-    if FORMATS[file.suffix] == "csv" and _UNNAMED in rows.column_names:
-        raise StageError(
-            f"{file} has more cells in its rows than names in its first line: name each column, or remove the "
-            "separator at the end of each row"
-        )
+    if not len(rows):
+        raise StageError(f"{file} is empty: give it rows")
     return rows
+
+
+def _read_csv(file: Path) -> datasets.Dataset:
+    """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
+
+    A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
+    behind them, or writes True as true and 01 as 1.
+
+    Raises:
+        ValueError: the first line names fewer columns than the rows have; all names would belong to the next cells.
+    """
+    options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[file.suffix]}
+    frame = pd.read_csv(file, **options)
+    if not isinstance(frame.index, pd.RangeIndex):
+        raise ValueError(
+            "its rows have more cells than its first line has names: name each column, or remove the separator at the "
+            "end of each row"
+        )
+    return datasets.Dataset.from_pandas(frame, preserve_index=False)
+
+
+def _load(file: Path) -> datasets.Dataset:
+    """Load a file of another format."""
+    options: dict[str, Any] = {"keep_linebreaks": True} if file.suffix == ".txt" else {}  # in rows, as on the hub
+    if FORMATS[file.suffix] == "json":  # the types of fields follow from all rows, not from those of the first 10 MB
+        options["chunksize"] = file.stat().st_size + 1
+    return datasets.load_dataset(
+        FORMATS[file.suffix],
+        data_files=glob.escape(str(file.absolute())),  # a [ would begin a pattern
+        split="train",
+        download_mode="force_redownload",  # the library's cache would answer for another content of the same age
+        **options,
+    )
 
 
 def _check_utf8(file: Path) -> None:

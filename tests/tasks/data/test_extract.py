@@ -17,8 +17,9 @@ import pytest
 from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.schema import Data
 from tasks.data.loading import encoded
+from tasks.data.reading import read_file
 from tasks.data.splitting import split_source
-from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal
+from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer
 
 WRITERS: dict[str, Callable[[pd.DataFrame, str], Any]] = {
@@ -84,6 +85,24 @@ def test_a_quote_in_a_tsv_is_a_character() -> None:
     lines = ["text\tlabel", '"open and never closed\ta', *(f"text {i}\t{'ab'[i % 2]}" for i in range(29))]
     splits = extracted(write_bytes("\n".join(lines).encode(), ".tsv"), **WHOLE)
     assert '"open and never closed' in texts(splits)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [("1", "2.5"), ("1", "none"), ("maybe", "True"), ("x1", "01"), ("", "a remark")]
+)
+def test_the_type_of_a_column_follows_from_all_its_cells(first: str, last: str) -> None:
+    lines = ["text,cell", *[f"a,{first}"] * 10_000, f"a,{last}"]
+    file = write_bytes("\n".join(lines).encode())
+    *_, cell = read_file(Path(file))["cell"]
+    assert str(cell) == last
+
+
+def test_the_type_of_a_field_follows_from_all_its_values() -> None:
+    """The text fills ten megabytes, after which the library looks at no more types."""
+    rows = [{"text": "a" * 2**20, "first": None, "number": 1}] * 11
+    file = write_jsonl([*rows, {"text": "a", "first": "a", "number": 2.5, "later": "b"}])
+    last = read_file(Path(file))[-1]
+    assert last == {"text": "a", "first": "a", "number": 2.5, "later": "b"}
 
 
 @pytest.mark.parametrize("name", ["rows [1]", "new [1]/train"])
