@@ -44,7 +44,23 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
     rows = {split: source[name]() for split, name in split_names.items()}
-    return {split: _columns(_frame(part, params.columns.label), params) for split, part in rows.items()}
+    parts: dict[Split, pd.DataFrame] = {}
+    for split, part in rows.items():
+        parts[split] = _columns(_frame(part, params.columns.label), params)
+    if params.columns.label:
+        _give_one_type(parts)
+    return parts
+
+
+def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
+    """Turn whole numbers in the column label into text if the labels of another split are text.
+
+    A CSV file has no types: 1 is a number only in a file whose other labels are numbers.
+    """
+    if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
+        for rows in parts.values():
+            if pd.api.types.is_integer_dtype(rows["label"]):
+                rows["label"] = rows["label"].astype(str)
 
 
 def source_of(text: Text, params: Data) -> Data:

@@ -256,6 +256,15 @@ def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> No
     assert set(load_task().labels) == {word, "yes"}
 
 
+def test_numbers_are_the_words_that_another_file_has_for_them() -> None:
+    write(rows(["1", "2", "none"] * 10), "folder/train")
+    others = [f"another text {number}" for number in range(10)]
+    write(rows(["1", "2"] * 5).assign(text=others), "folder/test")
+    splits = extracted("data/raw/folder", splits={"test": "test"})
+    assert load_task().labels == ("1", "2", "none")
+    assert set(splits["test"]["label"]) == {0, 1}
+
+
 def test_classes_of_a_typed_file_keep_their_names() -> None:
     """As data sets of the hub have them, in the order of their ids: the second is what F1 counts (MRPC's names)."""
     names = ["not_equivalent", "equivalent"]
