@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -173,7 +175,7 @@ def init(
     rest = "the rest of params.yaml is the default study's" if filled.changes else "params.yaml has the default study"
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
-    enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     print(f"{folder} is a workspace; {rest}. Nothing is committed.")
     print(f"Next: {enter}git add . && git commit -m 'new study' && eckart run")
 
@@ -610,10 +612,10 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 def _same_command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
     """Return the command that anyone can run in the root of a clone to write the table again."""
-    words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
+    options = [*(("--task", task) for task in tasks), *(("--seed", str(seed)) for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
-        words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
-    return " ".join(words)
+        options.append(("--table", str(table.resolve().relative_to(Path.cwd()))))
+    return shlex.join(["eckart", "study", str(file), *chain.from_iterable(options)])
 
 
 @_command(
@@ -670,6 +672,8 @@ def publish(
     sizes = {path: file.stat().st_size for path, file in published.files.items()}
     for path, size in sizes.items():
         print(f"{path}  {size:,} bytes")
+    for path in published.removed:
+        print(f"{path}  removed: weights of another candidate")
     place = f"are at {published.url}" if published.url else f"would go to {repository}"
     print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {place}.")
 

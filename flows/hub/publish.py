@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -13,6 +14,8 @@ from flows.engine import nothing_to_do
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.paths import CARDS, FINETUNED, ONNX
+
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|onnx/(model|int8)\.onnx.*")  # names of ours
 
 
 class CannotPublish(EckartError):
@@ -27,10 +30,14 @@ class Published:
     """Path in the repository → local file."""
     url: str | None
     """URL of the commit; None after a dry run."""
+    removed: tuple[str, ...] = ()
+    """Paths in the repository of the weights of another candidate, which the commit removed."""
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
     """Upload a candidate to a repository of the hub as one commit. Create the repository if it does not exist.
+
+    Weights that an earlier commit put there under other names are removed: tools would load them in place of these.
 
     Args:
         repository: USER/NAME.
@@ -48,15 +55,17 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
     if dry_run:
         return Published(files, None)
     api = HfApi()
-    operations = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
+    added = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.create_commit(repository, operations, commit_message=f"{candidate}, by Eckart")
+        removed = [path for path in api.list_repo_files(repository) if _WEIGHTS.fullmatch(path) and path not in files]
+        deleted = [CommitOperationDelete(path, is_folder=False) for path in removed]
+        commit = api.create_commit(repository, [*added, *deleted], commit_message=f"{candidate}, by Eckart")
     except Exception as error:  # errors of the HTTP client have no base class in huggingface_hub
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
             raise CannotPublish("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
         raise CannotPublish(f"the hub does not take {repository}: {error}") from error
-    return Published(files, str(commit.commit_url))
+    return Published(files, str(commit.commit_url), tuple(removed))
 
 
 def _files(candidate: str) -> dict[str, Path]:

@@ -133,6 +133,9 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
         raise InitError(f"--data {options.data} does not exist")
     if options.base and not Path(options.base).exists() and options.base.startswith((".", "/", "~")):
         raise InitError(f"--base {options.base} does not exist")
+    for option, given in (("base", options.base), ("data", options.data)):
+        if given and Path(given).is_dir() and folder.resolve().is_relative_to(Path(given).resolve()):
+            raise InitError(f"--{option} {given} contains the workspace {folder}: name another folder for one of them")
 
 
 def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:

@@ -281,6 +281,8 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
         yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
     if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
         yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
+    if not kind.numeric_labels and typed["check"] and typed["check"].label_range:
+        yield f"check.label_range: is only for labels that are numbers, and data.task is {task}; write null"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]

@@ -24,9 +24,8 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
     """
     classes = _classes(labels["train"], params)
     if len(classes) < 2:
-        raise StageError(
-            f"column {params.columns.label} has only the class {classes[0]!r}: training needs at least two"
-        )
+        found = f"only the class {classes[0]!r}" if classes else "no label"
+        raise StageError(f"column {params.columns.label} has {found}: training needs at least two")
     ids = {label: position for position, label in enumerate(names or classes)}
     for name, column in labels.items():
         if unknown := [label for label in _classes(column, params) if label not in ids]:

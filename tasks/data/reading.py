@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,7 @@ from tasks.runtime.stage_runner import say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-# Only empty cells count as missing. By default, pandas also treats words such as None, null and NA as missing.
-_CSV = {"keep_default_na": False, "na_values": [""]}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    ".csv": _CSV,
-    ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
-    ".txt": {"keep_linebreaks": True},  # each line becomes a row that ends with its line break, as on the hub
-}
+_SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
@@ -41,15 +37,30 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
     """
-    if params.source in PACKAGED:
-        return {"train": _columns(PACKAGED[params.source](), params)}
     source = _source(params)
     split_names = params.splits.named()
     if absent := [name for name in split_names.values() if name not in source]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
-    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in split_names.items()}
+    rows = {split: source[name]() for split, name in split_names.items()}
+    parts: dict[Split, pd.DataFrame] = {}
+    for split, part in rows.items():
+        parts[split] = _columns(_frame(part, params.columns.label), params)
+    if params.columns.label:
+        _give_one_type(parts)
+    return parts
+
+
+def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
+    """Turn whole numbers in the column label into text if the labels of another split are text.
+
+    A CSV file has no types: 1 is a number only in a file whose other labels are numbers.
+    """
+    if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
+        for rows in parts.values():
+            if pd.api.types.is_integer_dtype(rows["label"]):
+                rows["label"] = rows["label"].astype(str)
 
 
 def source_of(text: Text, params: Data) -> Data:
@@ -72,12 +83,14 @@ def load_text(name: str, text: Text, params: Data) -> list[str]:
         raise StageError(f"evaluate.texts.{name}: {error}") from error
 
 
-def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """Load a file, a folder with one file for each split, or a data set from the hub.
+def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.DataFrame]]:
+    """Find a packaged data set, a file, a folder with one file for each split, or a data set on the hub.
 
     Returns:
-        name of the split in the source → its rows.
+        name of the split in the source → function that loads its rows: a folder may have other files than data.
     """
+    if params.source in PACKAGED:
+        return {"train": PACKAGED[params.source]}
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
     if not path.exists() and path.suffix not in FORMATS and not inside:
@@ -86,7 +99,7 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
     if not path.exists():
         raise StageError(f"{path} does not exist: correct data.source")
-    return {name: read_file(file) for name, file in files_of_splits(path, params.splits.train).items()}
+    return {name: partial(read_file, file) for name, file in files_of_splits(path, params.splits.train).items()}
 
 
 def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
@@ -117,32 +130,82 @@ def read_file(file: Path) -> datasets.Dataset:
     Raises:
         StageError: the file is empty or does not have this format.
     """
-    options = _OPTIONS.get(file.suffix, {})
     try:
-        return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
+        if file.suffix != ".parquet":
+            _check_utf8(file)
+        rows = _read_csv(file) if file.suffix in _SEPARATED else _load(file)
+    except UnicodeDecodeError as error:
+        raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
         cause = error.__cause__ or error
         if _NO_ROWS.search(repr(cause)):
             raise StageError(f"{file} is empty: give it rows") from error
         raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
+    if not len(rows):
+        raise StageError(f"{file} is empty: give it rows")
+    return rows
 
 
-def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
+def _read_csv(file: Path) -> datasets.Dataset:
+    """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
+
+    A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
+    behind them, or writes True as true and 01 as 1.
+
+    Raises:
+        ValueError: the first line names fewer columns than the rows have; all names would belong to the next cells.
+    """
+    options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[file.suffix]}
+    frame = pd.read_csv(file, **options)
+    if not isinstance(frame.index, pd.RangeIndex):
+        raise ValueError(
+            "its rows have more cells than its first line has names: name each column, or remove the separator at the "
+            "end of each row"
+        )
+    return datasets.Dataset.from_pandas(frame, preserve_index=False)
+
+
+def _load(file: Path) -> datasets.Dataset:
+    """Load a file of another format."""
+    options: dict[str, Any] = {"keep_linebreaks": True} if file.suffix == ".txt" else {}  # in rows, as on the hub
+    if FORMATS[file.suffix] == "json":  # the types of fields follow from all rows, not from those of the first 10 MB
+        options["chunksize"] = file.stat().st_size + 1
+    return datasets.load_dataset(
+        FORMATS[file.suffix],
+        data_files=glob.escape(str(file.absolute())),  # a [ would begin a pattern
+        split="train",
+        download_mode="force_redownload",  # the library's cache would answer for another content of the same age
+        **options,
+    )
+
+
+def _check_utf8(file: Path) -> None:
+    """Raise a UnicodeDecodeError if a text is not in UTF-8: some loaders would find that only where it is used."""
+    with file.open(encoding="utf-8") as lines:
+        for _ in lines:
+            pass
+
+
+def _from_hub(params: Data) -> dict[str, Callable[[], datasets.Dataset]]:
     try:
-        return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
+        found = dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
     except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
         raise StageError(
             f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
             f"give it: {error}"
         ) from error
+    return {name: partial(found.get, name) for name in found}
 
 
-def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """Return the rows as a DataFrame. If the column `label` holds class ids, class names replace them.
+def _frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.DataFrame:
+    """Return the rows as a DataFrame; those of a packaged data set are one already.
 
-    The names are a pandas categorical whose categories are in the order of the ids. If the cells are lists of ids, each
-    cell becomes such a categorical. The id -1, which marks unlabelled rows on the hub, becomes a missing label.
+    If the column `label` holds class ids, class names replace them. The names are a pandas categorical whose categories
+    are in the order of the ids. If the cells are lists of ids, each cell becomes such a categorical. The id -1, which
+    marks unlabelled rows on the hub, becomes a missing label.
     """
+    if isinstance(rows, pd.DataFrame):
+        return rows
     frame = rows.to_pandas()
     feature = rows.features.get(label)
     if label and isinstance(feature, datasets.ClassLabel):

@@ -128,6 +128,8 @@ def _labels_of(cell: Any) -> list[Any]:
     """Return the distinct labels of a cell, which is a list or a string separated by |; an empty cell has none."""
     if isinstance(cell, str):
         cell = [label.strip() for label in cell.split(SEPARATOR)]
+    elif isinstance(cell, float) and cell.is_integer():  # in a column of whole numbers that has empty cells
+        cell = int(cell)
     labels: Iterable[Any] = cell if pd.api.types.is_list_like(cell) else [cell]
     return list(dict.fromkeys(label for label in labels if not pd.isna(label) and label != ""))
 

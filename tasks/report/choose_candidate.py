@@ -52,7 +52,7 @@ class Gate:
         """A note on a value that passes although it is beyond the limit; empty for other values."""
         if not self.passed or within(self.excess, 0):
             return ""
-        return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
+        return f"{self.lacking} by {short(self.excess)}, within {short(self.chance)} for chance"
 
     @property
     def refusal(self) -> str:

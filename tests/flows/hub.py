@@ -51,6 +51,8 @@ def hub() -> Iterator[Hub]:
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         content.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    if line["key"] == "deletedFile":
+                        del content.repositories[name][line["value"]["path"]]
                 commit = {"commitUrl": f"{content.address}/{name}/commit/1", "commitOid": "1", "hookOutput": ""}
                 return self._answer(200, {"success": True, **commit})
             return self._answer(404, {"error": self.path})
@@ -59,6 +61,10 @@ def hub() -> Iterator[Hub]:
             name = self.path.removeprefix("/api/")
             if name in content.newest:
                 return self._answer(200, {"id": name.partition("/")[2], "sha": content.newest[name]})
+            name, _, rest = name.removeprefix("models/").partition("/tree/")
+            if rest and name in content.repositories:
+                files = content.repositories[name]
+                return self._answer(200, [{"type": "file", "path": path, "oid": "", "size": 0} for path in files])
             return self._answer(404, {"error": self.path})
 
         def _create(self, wanted: dict[str, Any]) -> None:
@@ -67,7 +73,7 @@ def hub() -> Iterator[Hub]:
             content.private |= {name} if wanted.get("visibility") == "private" else set()
             self._answer(200, {"url": f"{content.address}/{name}"})
 
-        def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        def _answer(self, status: int, answer: Any) -> None:
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -239,6 +239,14 @@ class TestInputs:
         assert "data/raw.dvc" in dvc_transport.pull().stale
         assert raw.read_text() == "edited\n"
 
+    def test_inputs_in_git_are_those_of_the_revision(self, main: Path) -> None:
+        call(main, "git", "rm", "-q", "data/raw.dvc")
+        call(main, "git", "add", "--force", "data/raw/rows.csv")
+        commit(main)
+        (main / "data/raw/rows.csv").write_text("newer\n")
+        forget(main)
+        assert reproduce().same
+
 
 class TestReproduce:
     @pytest.fixture(autouse=True)

@@ -213,6 +213,11 @@ def test_a_range_begins_with_its_least() -> None:
     only(tiny(check={"label_range": [5.0, 0.0]}), "check.label_range")
 
 
+def test_a_range_is_for_numbers() -> None:
+    only(tiny(check={"label_range": [0.0, 5.0]}), "check.label_range")
+    assert mistakes(tiny(data=data_of("regression"), check={"label_range": [0.0, 5.0]})) == []
+
+
 def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
     params = plain(TINY)
     params["techer"] = params.pop("teacher")

