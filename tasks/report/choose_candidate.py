@@ -56,7 +56,7 @@ class Gate:
 
     @property
     def refusal(self) -> str:
-        return f"{self.words}: {self.lacking} by {short(self.excess)}"
+        return f"{self.words}: {self.lacking} by {short(self.excess - self.chance)}"
 
     @property
     def plain(self) -> dict[str, str | float | bool]:

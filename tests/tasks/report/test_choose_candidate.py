@@ -78,6 +78,7 @@ class TestGates:
         assert short(min(0.012 * errors, 0.01)) in said(gate.words)
         assert bool(gate.by_chance) is passes
         assert not passes or said(gate.by_chance)[-1] == short(gate.chance)
+        assert passes or said(gate.refusal)[-1] == short(drop - 0.01 - gate.chance)
 
     def test_a_higher_perplexity_than_the_original_model_s_is_a_drop(self) -> None:
         wanted = wanting(largest_drop=1.0, standard_errors=1.0)
