@@ -673,7 +673,7 @@ def publish(
     for path, size in sizes.items():
         print(f"{path}  {size:,} bytes")
     for path in published.removed:
-        print(f"{path}  removed: weights of another candidate")
+        print(f"{path}  removed: weights that this candidate does not have")
     place = f"are at {published.url}" if published.url else f"would go to {repository}"
     print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {place}.")
 

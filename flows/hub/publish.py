@@ -15,7 +15,9 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.paths import CARDS, FINETUNED, ONNX
 
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|onnx/(model|int8)\.onnx.*")  # names of ours
+_WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|onnx/(model|int8|model_quantized)\.onnx"
+)  # names of ours
 
 
 class CannotPublish(EckartError):
@@ -31,7 +33,7 @@ class Published:
     url: str | None
     """URL of the commit; None after a dry run."""
     removed: tuple[str, ...] = ()
-    """Paths in the repository of the weights of another candidate, which the commit removed."""
+    """Paths in the repository of weights that this candidate does not have, which the commit removed."""
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:

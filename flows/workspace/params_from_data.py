@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
-from tasks.data.reading import files_of_splits, load_source, read_file
+from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
@@ -49,7 +49,7 @@ def of_data(
     """
     datasets.disable_progress_bars()
     files = _files(Path(source))
-    rows = read_file(files["train"]).to_pandas()
+    rows = as_frame(read_file(files["train"]), None)
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
     if label is None and task_class(kind).label != "required":

@@ -28,8 +28,6 @@ from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
 
-_NO_DATA = (".gitkeep", ".gitignore", ".dvc")  # files of a data folder in git that are no data
-
 
 class CannotReproduce(EckartError):
     """The stage or the revision does not exist, or the stage cannot be run again. The message says what to do."""
@@ -198,15 +196,14 @@ def _chain(wanted: LockedStage) -> list[str]:
 def _bring_inputs(folder: Path, cache: Path) -> None:
     """Put the user's own data and base models into the worktree.
 
-    They are those that the revision tracks with DVC or git. If it does not track them, they are those of the main
-    workspace.
+    They are those that the revision tracks with DVC or git. Those that it does not track are of the main workspace.
     """
     for part in CARRIED:
         tracked = part.with_name(f"{part.name}.dvc")
         if not (folder / tracked).exists():
-            names = worktrees.git(folder, "ls-files", "-z", "--", str(part)).split("\0")
-            if not [name for name in names if name and not name.endswith(_NO_DATA)]:
-                worktrees.carry(part, folder / part)
+            worktrees.carry(part, folder / part)
+            if worktrees.git(folder, "ls-files", "--", str(part)):
+                worktrees.git(folder, "checkout", "--force", "HEAD", "--", str(part))
             (folder / part).mkdir(parents=True, exist_ok=True)
             continue
         digest = YAML(typ="safe").load(folder / tracked)["outs"][0]["md5"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,24 +44,24 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
-    rows = {split: source[name]() for split, name in split_names.items()}
-    parts: dict[Split, pd.DataFrame] = {}
-    for split, part in rows.items():
-        parts[split] = _columns(_frame(part, params.columns.label), params)
-    if params.columns.label:
+    label = params.columns.label
+    parts: dict[Split, pd.DataFrame] = {
+        split: _columns(as_frame(source[name](), label), params) for split, name in split_names.items()
+    }
+    if label:
         _give_one_type(parts)
     return parts
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
-    """Turn whole numbers in the column label into text if the labels of another split are text.
+    """Turn numbers in the column label into text if the labels of another split are text.
 
     A CSV file has no types: 1 is a number only in a file whose other labels are numbers.
     """
     if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
         for rows in parts.values():
-            if pd.api.types.is_integer_dtype(rows["label"]):
-                rows["label"] = rows["label"].astype(str)
+            if pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
+                rows["label"] = rows["label"].convert_dtypes().astype("string")
 
 
 def source_of(text: Text, params: Data) -> Data:
@@ -124,7 +125,7 @@ def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
     return files
 
 
-def read_file(file: Path) -> datasets.Dataset:
+def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
     """Load a file in the format that its suffix names.
 
     Raises:
@@ -146,30 +147,25 @@ def read_file(file: Path) -> datasets.Dataset:
     return rows
 
 
-def _read_csv(file: Path) -> datasets.Dataset:
+def _read_csv(file: Path) -> pd.DataFrame:
     """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
 
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
     behind them, or writes True as true and 01 as 1.
 
     Raises:
-        ValueError: the first line names fewer columns than the rows have; all names would belong to the next cells.
+        ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
     """
     options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[file.suffix]}
-    frame = pd.read_csv(file, **options)
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise ValueError(
-            "its rows have more cells than its first line has names: name each column, or remove the separator at the "
-            "end of each row"
-        )
-    return datasets.Dataset.from_pandas(frame, preserve_index=False)
+    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+        return pd.read_csv(file, index_col=False, **options)
 
 
 def _load(file: Path) -> datasets.Dataset:
     """Load a file of another format."""
     options: dict[str, Any] = {"keep_linebreaks": True} if file.suffix == ".txt" else {}  # in rows, as on the hub
-    if FORMATS[file.suffix] == "json":  # the types of fields follow from all rows, not from those of the first 10 MB
-        options["chunksize"] = file.stat().st_size + 1
+    if FORMATS[file.suffix] == "json":  # the types of fields follow from the first 128 MB, not 10
+        options["chunksize"] = min(file.stat().st_size + 1, 2**27)
     return datasets.load_dataset(
         FORMATS[file.suffix],
         data_files=glob.escape(str(file.absolute())),  # a [ would begin a pattern
@@ -182,7 +178,7 @@ def _load(file: Path) -> datasets.Dataset:
 def _check_utf8(file: Path) -> None:
     """Raise a UnicodeDecodeError if a text is not in UTF-8: some loaders would find that only where it is used."""
     with file.open(encoding="utf-8") as lines:
-        for _ in lines:
+        while lines.read(2**20):
             pass
 
 
@@ -197,8 +193,8 @@ def _from_hub(params: Data) -> dict[str, Callable[[], datasets.Dataset]]:
     return {name: partial(found.get, name) for name in found}
 
 
-def _frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.DataFrame:
-    """Return the rows as a DataFrame; those of a packaged data set are one already.
+def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.DataFrame:
+    """Return the rows as a DataFrame; those of a CSV file or a packaged data set are one already.
 
     If the column `label` holds class ids, class names replace them. The names are a pandas categorical whose categories
     are in the order of the ids. If the cells are lists of ids, each cell becomes such a categorical. The id -1, which

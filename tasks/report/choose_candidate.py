@@ -70,7 +70,7 @@ class Gate:
         """The gate as a row of a table: name, value, limit and verdict."""
         value = short(self.value) + ("" if self.standard_error is None else f" ± {short(self.standard_error)}")
         limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
-        beyond = f"{self.lacking} by {short(self.excess)}"
+        beyond = f"{self.lacking} by {short(self.excess - self.chance)}" + " beyond chance" * bool(self.chance)
         verdict = ": ".join(filter(None, ["passed", self.by_chance])) if self.passed else beyond
         return self.name, value, limit, verdict
 

@@ -239,6 +239,14 @@ class TestInputs:
         assert "data/raw.dvc" in dvc_transport.pull().stale
         assert raw.read_text() == "edited\n"
 
+    def test_a_note_in_git_beside_the_inputs_is_not_all_of_them(self, main: Path) -> None:
+        call(main, "git", "rm", "-q", "data/raw.dvc")
+        (main / "data/raw/README.md").write_text("where the rows are from\n")
+        call(main, "git", "add", "--force", "data/raw/README.md")
+        commit(main)
+        forget(main)
+        assert reproduce().same
+
     def test_inputs_in_git_are_those_of_the_revision(self, main: Path) -> None:
         call(main, "git", "rm", "-q", "data/raw.dvc")
         call(main, "git", "add", "--force", "data/raw/rows.csv")

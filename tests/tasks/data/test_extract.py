@@ -97,6 +97,13 @@ def test_the_type_of_a_column_follows_from_all_its_cells(first: str, last: str) 
     assert str(cell) == last
 
 
+@pytest.mark.parametrize("first", ["fine", "1"])
+def test_a_comma_at_the_end_of_each_row_moves_no_cell(first: str) -> None:
+    frame = read_file(Path(write_bytes(f"text,label\n{first},yes,\n2,no,\n".encode())))
+    assert [*map(str, frame["text"])] == [first, "2"]
+    assert [*frame["label"]] == ["yes", "no"]
+
+
 def test_the_type_of_a_field_follows_from_all_its_values() -> None:
     """The text fills ten megabytes, after which the library looks at no more types."""
     rows = [{"text": "a" * 2**20, "first": None, "number": 1}] * 11
@@ -256,12 +263,13 @@ def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> No
     assert set(load_task().labels) == {word, "yes"}
 
 
-def test_numbers_are_the_words_that_another_file_has_for_them() -> None:
-    write(rows(["1", "2", "none"] * 10), "folder/train")
+@pytest.mark.parametrize("words", [("1", "2"), ("0.5", "1.5"), ("False", "True")])
+def test_labels_of_another_type_are_the_words_of_another_file(words: tuple[str, str]) -> None:
+    write(rows([*words, "none"] * 10), "folder/train")
     others = [f"another text {number}" for number in range(10)]
-    write(rows(["1", "2"] * 5).assign(text=others), "folder/test")
+    write(rows([*words] * 5).assign(text=others), "folder/test")
     splits = extracted("data/raw/folder", splits={"test": "test"})
-    assert load_task().labels == ("1", "2", "none")
+    assert load_task().labels == (*words, "none")
     assert set(splits["test"]["label"]) == {0, 1}
 
 
@@ -346,7 +354,8 @@ def test_a_text_that_is_a_number_is_refused() -> None:
         (".csv", b"", ""),
         (".csv", b"text,label\na,b\na,b,c,d\n", ""),
         (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
-        (".csv", b"text,label,source\nfine,yes,web,\nbad,no,web,\n", "name"),  # a comma too many
+        (".csv", b"text,label,source\nfine,yes,web,mine\nbad,no,web,mine\n", ""),
+        (".csv", b"id,text,label\n1,fine,yes,web\n2,bad,no,web\n", ""),
         (".jsonl", b'{"text": "caf\xe9", "label": "yes"}\n', "UTF-8"),
         (".jsonl", b"", ""),
         (".jsonl", b'{"text": "a", "lab', ""),

@@ -153,3 +153,15 @@ def test_a_study_goes_from_files_to_an_exported_candidate(workspace: Path) -> No
     assert set(exported) == {"onnx", "int8"}
     kept = AutoModelForSequenceClassification.from_pretrained("models/finetuned/kfac-0.5")
     assert kept.config.problem_type == "multi_label_classification"
+
+
+@pytest.mark.usefixtures("workspace")
+def test_numbers_of_one_file_are_the_words_of_another() -> None:
+    Path("data/raw/folder").mkdir()
+    reviews().assign(label=["1", "2", "1|2"] * 20).to_csv("data/raw/folder/train.csv", index=False)
+    reviews().assign(label=[1, None, 2] * 20, text=[f"other {n}" for n in range(60)]).to_csv(
+        "data/raw/folder/test.csv", index=False
+    )
+    splits = extracted("data/raw/folder", **DATA, splits={"test": "test"})
+    assert load_task().labels == ("1", "2")
+    assert any(splits["test"]["label"].map(lambda label: not any(label)))
