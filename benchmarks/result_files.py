@@ -38,6 +38,8 @@ NAMES = {
     "lpaf_sensitivity": "LPAF (sensitivity)",
     "softlm": "SoftLM",
     "losparse": "LoSparse",
+    "itp": "ITP",
+    "movement_pruning": "movement pruning",
     "kfac": "kfac (ours)",
     "anchored": "anchored (ours)",
     "narrowed": "narrowed (ours)",

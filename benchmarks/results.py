@@ -205,6 +205,10 @@ _CLAIMED_PARTS = (
     ("LoSparse", "rows beside the factors beat factors alone", "losparse", "losparse_factors"),
 )
 _CLAIMED_PRUNING = ("LPAF", "pruning before factorization beats plain SVD", "lpaf", "svd")
+_CLAIMED_ROWS = (
+    ("LoSparse", "factors beside the rows beat rows alone (ITP)", "losparse", "itp"),
+    ("LoSparse", "… and movement pruning", "losparse", "movement_pruning"),
+)
 
 
 ARS_TASKS = {"mrpc": "MRPC, F1", "stsb": "STS-B, Pearson", "cola": "CoLA, Matthews", "sst2": "SST-2, accuracy"}
@@ -236,6 +240,26 @@ def _ran(study: str, recipe: str, task: str) -> bool:
     return bool(((table.recipe == recipe) & (table.task == task)).any())
 
 
+LOSPARSE_TASKS = {"sst2": "SST-2"}
+"""Tasks of the study losparse-minilm that were run → their names."""
+_LOSPARSE_KEEPS = (0.2, 0.15, 0.1)
+_PRUNED = ("losparse", "itp", "movement_pruning")
+
+
+def losparse_keeps() -> str:
+    """Return the table of LoSparse and of pruning alone where little is kept, each after its only training."""
+    study, lines = "losparse-minilm", []
+    for task, name in LOSPARSE_TASKS.items():
+        control = rows(study, CONTROL, task=task).recovered
+        lines.append([name, "", mean_and_spread(control), *[""] * 5])
+        for keep in _LOSPARSE_KEEPS:
+            scores = [mean_and_spread(rows(study, recipe, keep, task).recovered) for recipe in _PRUNED]
+            gains = [pair(study, _PRUNED[0], recipe, keep=keep, task=task).points for recipe in _PRUNED[1:]]
+            lines.append(["", f"{keep:g}", "", *scores, *gains])
+    heads = ["task", "keep", "control", *(NAMES[recipe] for recipe in _PRUNED), "vs. ITP", "vs. movement pruning"]
+    return markdown(heads, lines)
+
+
 def unconfirmed() -> str:
     """Return the table of the papers' claims whose difference is not significantly above 0 in our runs."""
     at_cost = (*_CLAIMED, ("SoftLM", "learned thresholds beat plain SVD", "softlm", "svd"))
@@ -251,6 +275,12 @@ def unconfirmed() -> str:
             if all(_ran("ars-glue", recipe, task) for recipe in claim[2:])
         ),
         ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
+        *(
+            ("losparse-minilm", f"{name}, keep {keep:g}", task, keep, claim)
+            for task, name in LOSPARSE_TASKS.items()
+            for keep in _LOSPARSE_KEEPS
+            for claim in _CLAIMED_ROWS
+        ),
     ]
     lines = []
     for study, data, task, keep, (paper, claim, model, reference) in runs:
@@ -648,6 +678,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "softlm": softlm,
     "parts": parts,
     "ars-tasks": ars_tasks,
+    "losparse-keeps": losparse_keeps,
     "unconfirmed": unconfirmed,
     "sizes": sizes,
     "small": small,
