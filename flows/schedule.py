@@ -144,6 +144,7 @@ def _schedule(cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
         raise ScheduleError(f"--timezone {timezone}: there is no such time zone; write one such as Europe/Berlin")
     try:
+        next_run(cron, timezone, datetime.now(UTC))  # there is none on a 31 February
         return Cron(cron, timezone=timezone)
     except ValueError as error:
         raise ScheduleError(

@@ -303,6 +303,7 @@ def test_a_run_of_another_folder_or_with_a_place_as_its_parameter_is_refused(
     ("cron", "timezone", "named"),
     [
         ("61 2 * * *", "UTC", "^--cron '61 "),
+        ("0 0 31 2 *", "UTC", "^--cron '0 0 31 2 "),
         ("0 2 * * *", "Mars", "^--timezone Mars: "),
     ],
 )
