@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; on exit, restore the mode of each module, or of the module that replaced it."""
+    """Put the model into eval mode; on exit, restore the mode of each module, or of the module that replaced it.
+
+    BigBird's sparse attention is restored, too: a forward of few tokens switches it to full attention for good.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
+    switching: list[Any] = [module for module in model.modules() if hasattr(module, "set_attention_type")]
+    attention = [(module, module.attention_type) for module in switching]
     try:
         model.eval()
         yield
     finally:
+        for module, kind in attention:
+            module.set_attention_type(kind)
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
 

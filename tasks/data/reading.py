@@ -132,8 +132,6 @@ def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
         StageError: the file is empty or does not have this format.
     """
     try:
-        if file.suffix != ".parquet":
-            _check_utf8(file)
         rows = _read_csv(file) if file.suffix in _SEPARATED else _load(file)
     except UnicodeDecodeError as error:
         raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
@@ -163,6 +161,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 def _load(file: Path) -> datasets.Dataset:
     """Load a file of another format."""
+    if file.suffix != ".parquet":
+        _check_utf8(file)
     options: dict[str, Any] = {"keep_linebreaks": True} if file.suffix == ".txt" else {}  # in rows, as on the hub
     if FORMATS[file.suffix] == "json":  # the types of fields follow from the first 128 MB, not 10
         options["chunksize"] = min(file.stat().st_size + 1, 2**27)

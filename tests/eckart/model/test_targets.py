@@ -224,13 +224,14 @@ def test_few_tokens_of_long_texts_without_padding_tell_the_same(batch):
     assert (max(lengths) < 300) == bool(batch["attention_mask"].all())
 
 
-def test_probing_does_not_switch_bigbird_to_full_attention_for_good():
+@pytest.mark.parametrize("masked", [False, True])
+def test_probing_does_not_switch_bigbird_to_full_attention_for_good(masked):
     """It does so when it runs with few tokens."""
     model = tiny.build(
         "BigBirdForMaskedLM", **tiny.LAYERS, block_size=64, num_random_blocks=1, max_position_embeddings=512
     )
     ids = torch.randint(4, tiny.VOCABULARY, (1, 512))
-    find_targets(model, {"input_ids": ids})
+    find_targets(model, {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {}))
     assert {layer.attention.attention_type for layer in model.bert.encoder.layer} == {"block_sparse"}
 
 
