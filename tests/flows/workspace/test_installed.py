@@ -125,7 +125,7 @@ def test_the_quick_start_and_the_tutorial(
     shell(cd, run)
     assert json.loads((here / "reports/evaluate/anchored-0.86.json").read_text())["size"]["bytes"] <= 0.9 * dense
     assert "Nothing was recomputed" in shell(cd, "eckart run")
-    shell(cd, promote)
+    assert shell(cd, promote).splitlines()[-1] == "anchored-0.86 is the champion now: version 1 of shop"
     _serves(serve, here, env)
 
 
