@@ -240,16 +240,16 @@ def _ran(study: str, recipe: str, task: str) -> bool:
     return bool(((table.recipe == recipe) & (table.task == task)).any())
 
 
-LOSPARSE_TASKS = {"sst2": "SST-2"}
-"""Tasks of the study losparse-minilm that were run → their names."""
+LOSPARSE_TASKS = {"sst2": ("SST-2", "losparse-minilm"), "cola": ("CoLA", "losparse-minilm-cola")}
+"""Tasks of the study losparse-minilm that were run → their names and pages."""
 _LOSPARSE_KEEPS = (0.2, 0.15, 0.1)
 _PRUNED = ("losparse", "itp", "movement_pruning")
 
 
 def losparse_keeps() -> str:
     """Return the table of LoSparse and of pruning alone where little is kept, each after its only training."""
-    study, lines = "losparse-minilm", []
-    for task, name in LOSPARSE_TASKS.items():
+    lines = []
+    for task, (name, study) in LOSPARSE_TASKS.items():
         control = rows(study, CONTROL, task=task).recovered
         lines.append([name, "", mean_and_spread(control), *[""] * 5])
         for keep in _LOSPARSE_KEEPS:
@@ -276,8 +276,8 @@ def unconfirmed() -> str:
         ),
         ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
         *(
-            ("losparse-minilm", f"{name}, keep {keep:g}", task, keep, claim)
-            for task, name in LOSPARSE_TASKS.items()
+            (study, f"{name}, keep {keep:g}", task, keep, claim)
+            for task, (name, study) in LOSPARSE_TASKS.items()
             for keep in _LOSPARSE_KEEPS
             for claim in _CLAIMED_ROWS
         ),
