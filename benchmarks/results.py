@@ -381,11 +381,11 @@ def untrained() -> str:
     return _untrained("lm-standard-short", [(recipe, keep) for keep in keeps for recipe in ("drone", "narrowed")])
 
 
-def untrained_rows() -> str:
-    """Return the same table of all methods at keep 0.6, best first, without speeds, which other work disturbed."""
-    measured = read("lm-standard-rows").sort_values("factorized")
+def untrained_rows(study: str) -> str:
+    """Return the same table of all methods of a study at keep 0.6, best first, without speeds."""
+    measured = read(study).sort_values("factorized")
     models = [(recipe, 0.6) for recipe in measured.recipe if recipe != CONTROL]
-    return _untrained("lm-standard-rows", models, speed=False)
+    return _untrained(study, models, speed=False)
 
 
 _NO_LANGUAGE_MODEL = 10_000
@@ -684,7 +684,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "small": small,
     "language": language,
     "untrained": untrained,
-    "untrained-rows": untrained_rows,
+    "untrained-rows": partial(untrained_rows, "lm-standard-rows"),
+    "untrained-windows": partial(untrained_rows, "lm-standard"),
     "embedding": embedding,
     "ship": ship,
     "processors": processors,
