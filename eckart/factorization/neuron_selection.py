@@ -97,10 +97,11 @@ def _round(remaining: Tensor, outputs: Tensor, missed: Tensor, free: Tensor, siz
         gains[chosen] = -torch.inf
         best = int(gains.argmax())
         chosen.append(best)
-        row = inner[best] / inner[best, best]
-        cross = torch.outer(row, product[best])
-        product = product - cross - cross.T + product[best, best] * torch.outer(row, row)
-        inner = inner - torch.outer(inner[best], row)
+        taken = inner[best].clone()
+        row = taken / taken[best]
+        half = product[best] - product[best, best] / 2 * row  # of the product's change, which is symmetric
+        product.addr_(row, half, alpha=-1).addr_(half, row, alpha=-1)
+        inner.addr_(taken, row, alpha=-1)
     return candidates[chosen]
 
 
