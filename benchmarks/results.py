@@ -240,7 +240,11 @@ def _ran(study: str, recipe: str, task: str) -> bool:
     return bool(((table.recipe == recipe) & (table.task == task)).any())
 
 
-LOSPARSE_TASKS = {"sst2": ("SST-2", "losparse-minilm"), "cola": ("CoLA", "losparse-minilm-cola")}
+LOSPARSE_TASKS = {
+    "sst2": ("SST-2", "losparse-minilm"),
+    "cola": ("CoLA", "losparse-minilm-cola"),
+    "mrpc": ("MRPC", "losparse-minilm-mrpc"),
+}
 """Tasks of the study losparse-minilm that were run → their names and pages."""
 _LOSPARSE_KEEPS = (0.2, 0.15, 0.1)
 _PRUNED = ("losparse", "itp", "movement_pruning")
