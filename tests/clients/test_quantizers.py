@@ -49,10 +49,9 @@ def torchao_packed(model: PreTrainedModel, _: int) -> PreTrainedModel:
     return model
 
 
-def quanto(model: PreTrainedModel, _: int) -> PreTrainedModel:
-    """In int8. Its layers of int4 are the same, but their first forward pass compiles C++ for a minute."""
+def quanto(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     tool = pytest.importorskip("optimum.quanto")
-    tool.quantize(model, weights=tool.qint8, exclude=HEAD)
+    tool.quantize(model, weights=tool.qint8 if bits == 8 else tool.qint4, exclude=HEAD)
     tool.freeze(model)
     return model
 
@@ -73,7 +72,7 @@ def size(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "bits"), [*itertools.product([torchao, hqq], [8, 4]), (torchao_packed, 4), (quanto, 8)]
+    ("quantize", "bits"), [*itertools.product([torchao, quanto, hqq], [8, 4]), (torchao_packed, 4)]
 )
 def test_a_tool_quantizes_every_factor(quantize: Any, bits: int, compressed: PreTrainedModel) -> None:
     found = quantize(copy.deepcopy(compressed), bits)
