@@ -46,8 +46,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return twice the cores: tests of flows wait for servers and processes half of the time."""
-    return 2 * cores()
+    """Return one more than the cores: tests of flows wait for servers, and each process imports for twenty seconds."""
+    return cores() + 1
 
 
 @pytest.hookimpl(wrapper=True)
