@@ -55,9 +55,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", pad_token="</s>")
 
 
-def model(seed: int = 0) -> PreTrainedModel:
+def model(seed: int = 0, layers: int = 2) -> PreTrainedModel:
     """Weights large enough for blocks to differ."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=END + 1, max_position_embeddings=64, initializer_range=0.5, **sizes)
     config.pad_token_id = config.eos_token_id = END
     config.num_key_value_heads, config.tie_word_embeddings = 1, True
@@ -233,10 +233,10 @@ class TestStride:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Running text and a tiny LLaMA."""
+    """Running text and a tiny LLaMA. Each of its layers takes the exporter seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    model().save_pretrained(BASE)
+    model(layers=1).save_pretrained(BASE)
     tokenizer().save_pretrained(BASE)
     Path("data/raw").mkdir(parents=True)
     Path("data/raw/text.txt").write_text("\n".join(lines(30)))
