@@ -54,8 +54,10 @@ def quanto(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     tool = pytest.importorskip("optimum.quanto")
     from optimum.quanto.library.extensions.cpp import ext
 
-    # In Python what its C++ does, which takes a minute to compile: two weights of 4 bits to a byte.
-    ext._lib = SimpleNamespace(unpack=lambda packed, _: torch.cat([packed & 15, packed >> 4]))
+    # In Python what its C++ does, which users run and which takes a minute to compile: several weights to a byte.
+    ext._lib = SimpleNamespace(
+        unpack=lambda packed, bits: torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+    )
     tool.quantize(model, weights=tool.qint8 if bits == 8 else tool.qint4, exclude=HEAD)
     tool.freeze(model)
     return model

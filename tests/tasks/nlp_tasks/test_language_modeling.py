@@ -233,7 +233,7 @@ class TestStride:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Running text and a tiny LLaMA. Each of its layers takes the exporter seconds."""
+    """Running text and a tiny LLaMA of one layer, as the exporter takes seconds for each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     model(layers=1).save_pretrained(BASE)
