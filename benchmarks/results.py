@@ -279,6 +279,7 @@ def unconfirmed() -> str:
             if all(_ran("ars-glue", recipe, task) for recipe in claim[2:])
         ),
         ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
+        ("lpaf-glue-mrpc", "MRPC, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
         *(
             (study, f"{name}, keep {keep:g}", task, keep, claim)
             for task, (name, study) in LOSPARSE_TASKS.items()
