@@ -217,16 +217,11 @@ def factorize_in_order(
             too few batches or no blocks for refinement.
     """
     narrowing = narrowing or Narrowing(model, targets, {}, weighting, statistics)
-    first = [
-        target
-        for target in targets
-        if target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1
-    ]
-    done = {target.name for target in first}
+    first = [target for target in targets if not _knows_its_inputs(target)]
     groups = _by_input(
         target
         for target in targets
-        if target.name not in done
+        if _knows_its_inputs(target)
         and (ranks[target.name] is not None or target.name in narrowing.down_of or (order.anchor and target.sampled))
     )
     dense = DenseModules(model) if order.anchor or order.refine else None
@@ -234,14 +229,7 @@ def factorize_in_order(
     saved, moments = store.load(), dict[str, Tensor]()
     if order.refine:
         plan, batches = steps(model, targets, groups), split(batches, order.refine.batch_size)
-        if not any(isinstance(step, Block) for step in plan):
-            raise ValueError(
-                "sequential.refine: no transformer layer can be trained, since each runs several times, shares weights "
-                "with other parts or has no target: write refine: null"
-            )
-        if order.refine.error == "gradients":
-            names = [step.name for step in plan if isinstance(step, Block)]
-            moments = gradient_moments(model, names, batches, loss)
+        moments = _moments(model, plan, batches, order.refine, loss)
     if dense:
         dense.keep_blocks(block.name for block, _ in saved)
         dense.keep(first)
@@ -269,6 +257,28 @@ def factorize_in_order(
             factorize_at_once(model, step, ranks, weighting, current, narrowing=narrowing)
             since += step
     return refined
+
+
+def _knows_its_inputs(target: Target) -> bool:
+    """Whether the forward in order has a point at which all inputs of `target` are known."""
+    return not (target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1)
+
+
+def _moments(
+    model: PreTrainedModel, plan: Iterable[Step], batches: Sequence[Batch], settings: Refine, loss: Loss
+) -> dict[str, Tensor]:
+    """Return block → the gradient moment of its output, for a refinement that weighs errors with it; or else nothing.
+
+    Raises:
+        ValueError: no block can be refined.
+    """
+    blocks = [step.name for step in plan if isinstance(step, Block)]
+    if not blocks:
+        raise ValueError(
+            "sequential.refine: no transformer layer can be trained, since each runs several times, shares weights "
+            "with other parts or has no target: write refine: null"
+        )
+    return gradient_moments(model, blocks, batches, loss) if settings.error == "gradients" else {}
 
 
 def _correct_and_narrow(

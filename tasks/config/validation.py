@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,10 +20,9 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
+from tasks.config.contradictions import contradictions
 from tasks.config.schema import PARAMS, ParamsError
-from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.code_folders import all_code
 
 if TYPE_CHECKING:
@@ -82,7 +79,7 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     for name in [name for name in content if name not in sections]:
         similar = get_close_matches(name, [other for other in sections if other not in content], n=1)
         lines.append(f"{name}: is unknown; write {similar[0]}" if similar else f"{name}: is unknown; remove it")
-    return [*lines, *_contradictions(typed, tree, content)]
+    return [*lines, *contradictions(typed, tree, content)]
 
 
 def typed_section(name: str) -> Any:
@@ -129,298 +126,6 @@ def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | No
     _parsed(common, Recovery, "recovery", lines)
     complete_recipes = recipes(own, recovery if len(lines) == before else {})
     return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in complete_recipes.items()}
-
-
-def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each contradiction between sections, or between parts of a recipe.
-
-    Args:
-        typed: section → typed object, or None if the section has mistakes.
-        content: sections as plain data, with defaults. They are read instead of `typed` where possible, so that another
-            mistake in a section does not hide a contradiction.
-        stated: params.yaml as plain data, without defaults. Only recipes that it defines or uses are checked, since the
-            common `recovery` may contradict an unused built-in recipe.
-    """
-    from eckart.recipe import contradictions
-
-    recipes, own = typed["recipes"], stated.get("recipes")
-    used, control = _strings(_at(content, "study", "recipes")), _at(content, "study", "control")
-    used_recipes = {name: recipe for name in used if (recipe := recipes.get(name))}
-    yield from _repeated("study.recipes", used)
-    yield from _repeated("study.keeps", _at(content, "study", "keeps"))
-    for name in used:
-        if name not in recipes:
-            yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
-    yield from _control_mistakes(control, recipes, used_recipes)
-    for name in dict.fromkeys([*used, *_strings([control]), *(own if isinstance(own, dict) else ())]):
-        for part, mistake in contradictions(recipes[name]) if recipes.get(name) else ():
-            yield f"recipes.{name}.{part}: {mistake}"
-    yield from _export_mistakes(typed, content, used)
-    if data := typed["data"]:
-        given = data.splits.named()
-        yield from _repeated("data.splits", list(given.values()))
-        if sum(share for name, share in data.shares if name not in given) >= 1:
-            yield "data.shares: leave nothing for train; write shares whose sum is below 1"
-        scored = typed["evaluate"].texts if typed["evaluate"] else {}
-        yield from _calibration_mistakes(data, scored)
-        yield from _seen_texts(data, scored)
-    task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
-    if task in TASK_NAMES:
-        yield from _task_mistakes(task, metric, typed, content["data"])
-        if task_class(task).from_original:
-            yield from _ranks_by_loss(task, used_recipes)
-        if not task_class(task).running_text:
-            yield from _saved_logits(task, used_recipes)
-    if (teacher := typed["teacher"]) and teacher.schedule == "constant" and teacher.last_rate:
-        yield "teacher.last_rate: has no effect, because the schedule is constant; write 0.0, or linear or cosine there"
-    gain = typed["promotion"] and typed["promotion"].least_gain
-    if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
-        title = METRICS[metric].title
-        yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
-    if typed["trainer"] and typed["trainer"].processes > 1:
-        trained = dict(used_recipes)
-        if isinstance(control, str) and (recipe := recipes.get(control)):
-            trained[control] = recipe
-        yield from _unshared_batches(typed["trainer"].processes, trained, content)
-    if typed["trainer"] and (size := typed["trainer"].micro_batch):
-        for name, recipe in used_recipes.items():
-            for method in (method for method in recipe.methods if method.trains and method.one_pass):
-                yield (
-                    f"trainer.micro_batch: is {size}, but {method.kind} in recipes.{name} needs all examples of a step "
-                    "in one pass; write null"
-                )
-    if typed["targets"]:
-        yield from _unsupported_pairs(typed["targets"], used_recipes)
-    if typed["importance"]:
-        labels = task_class(task).calibration_labels if task in TASK_NAMES else ("given",)
-        yield from _missing_statistics(typed["importance"], used_recipes, labels)
-        yield from _without_effect(typed["importance"], used_recipes, labels[0])
-
-
-def _control_mistakes(
-    control: Any, recipes: Mapping[str, Recipe | None], used_recipes: Mapping[str, Recipe]
-) -> Iterator[str]:
-    suited = [name for name, recipe in recipes.items() if recipe and recipe.recovery.for_dense]
-    advice = f"write one of {', '.join(suited)}"
-    if isinstance(control, str) and control not in recipes:
-        yield f"study.control: there is no recipe {control}; {advice}"
-    elif isinstance(control, str) and recipes[control] and control not in suited:
-        yield f"study.control: the original model cannot be fine-tuned as {control} is; {advice}"
-    elif control is None and used_recipes and not {*used_recipes} & {*suited}:
-        yield f"study.control: the original model cannot be fine-tuned as any of study.recipes is; {advice}"
-
-
-def _export_mistakes(typed: Mapping[str, Any], content: Mapping[str, Any], used: Sequence[str]) -> Iterator[str]:
-    exported, task = _strings(_at(content, "export", "recipes")), _at(content, "data", "task")
-    yield from _repeated("export.recipes", exported)
-    for name in exported:
-        if name not in used:
-            yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
-    if exported and task in TASK_NAMES and not task_class(task).one_graph:
-        yield f"export.recipes: a model for {task} cannot be exported as one ONNX graph; write []"
-    if typed["study"] and typed["export"] and not typed["export"].recipes:
-        for number, goal in enumerate(typed["study"].goals):
-            if goal.runtime != "torch":
-                yield f"study.goals.{number}.runtime: no recipe is exported; remove runtime, or fill export.recipes"
-
-
-def _saved_logits(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """Yield a line for each training that distills saved logits, which need as many predictions in all examples."""
-    for name, recipe in recipes.items():
-        for place, training in recipe.recovery.trainings.items():
-            if (distillation := getattr(training, "distillation", None)) and distillation.top is not None:
-                path = ".".join(filter(None, ("recipes", name, "recovery", place, "distillation.top")))
-                yield f"{path}: is only for language models, and data.task is {task}; write null"
-
-
-def _ranks_by_loss(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """Yield a line for each rank search by the increase of a loss that is 0 for the original model."""
-    for name, recipe in recipes.items():
-        if recipe.ranks.judges_by_loss:
-            yield (
-                f"recipes.{name}.ranks: {recipe.ranks.kind} allows an increase relative to the original model's loss, "
-                f"which is 0 for {task}; write other ranks, such as waterfill"
-            )
-
-
-def _unshared_batches(processes: int, recipes: Mapping[str, Recipe], content: Mapping[str, Any]) -> Iterator[str]:
-    from eckart.recipe_parts import train_together
-
-    sizes = {"teacher": _at(content, "teacher", "batch_size")}
-    for name, recipe in recipes.items():
-        for stage in (("shaping", "ranks"), ("recovery",)):
-            parts = {part: method for part in stage if (method := getattr(recipe, part)) is not None}
-            if train_together(parts.values()):
-                sizes |= {
-                    ".".join(filter(None, ("recipes", name, part, place))): training.batch_size
-                    for part, method in parts.items()
-                    for place, training in method.trainings.items()
-                }
-    for path, size in sizes.items():
-        if isinstance(size, int) and size % processes:
-            yield f"{path}.batch_size: is {size}, which {processes} processes cannot share; write a multiple"
-
-
-def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each value, in the section data or in another one, that does not fit the task."""
-    kind = task_class(task)
-    if isinstance(metric, str) and metric not in kind.metrics:
-        yield f"data.metric: {metric} is not a metric of {task}; write one of {', '.join(kind.metrics)}"
-    yield from _column_mistakes(task, data.get("columns"))
-    for key in sorted({option for name in TASK_NAMES for option in task_class(name).options} - {*kind.options}):
-        if data.get(key) is not None:
-            owners = [name for name in TASK_NAMES if key in task_class(name).options]
-            yield f"data.{key}: is only for {' and '.join(owners)}; write null"
-    stride, length = data.get("stride"), data.get("max_length")
-    if kind.running_text and isinstance(stride, int) and isinstance(length, int) and stride >= length:
-        yield f"data.stride: is {stride}, so that windows do not overlap; write less than max_length, {length}, or null"
-    for key, meaning in kind.required_options.items():
-        if key in data and data[key] is None:
-            yield f"data.{key}: is null; write {meaning}"
-    if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
-        yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
-    if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
-        yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
-    if not kind.numeric_labels and typed["check"] and typed["check"].label_range:
-        yield f"check.label_range: is only for labels that are numbers, and data.task is {task}; write null"
-    labels = typed["importance"] and typed["importance"].labels
-    if labels and labels not in kind.calibration_labels:
-        owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
-        yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write {kind.calibration_labels[0]}"
-    if kind.from_original:
-        if typed["teacher"] and typed["teacher"].epochs:
-            yield f"teacher.epochs: must be 0, since {task} compresses the base model as it is"
-        if typed["model"] and typed["model"].new:
-            yield f"model.new: {task} compresses a base model; write null, and a model for model.base"
-
-
-def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
-    """Yield a line for each text to calibrate with that the task cannot read, or that candidates are scored on.
-
-    Args:
-        scored: evaluate.texts.
-    """
-    written, texts = data.written, data.calibration_texts
-    if not task_class(data.task).running_text:
-        for key, stated, none in (("written.examples", written.examples, 0), ("calibration_texts", texts, "{}")):
-            if stated:
-                yield f"data.{key}: is only for language models, and data.task is {data.task}; write {none}"
-    if not (data.sizes.calibration or written.examples or texts):
-        yield "data.sizes.calibration: is 0, and there is no other text to calibrate with; write a number"
-    if written.examples and written.prompts >= data.max_length:
-        yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
-    source = os.path.normpath(data.source)
-    held_out = {*data.splits.named().values()} - {data.splits.train}
-    for name, text in texts.items():
-        other = os.path.normpath(text.source)
-        if other == source and text.config == data.config and text.split in held_out:
-            yield (
-                f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
-                f"{data.splits.train}"
-            )
-        if other.startswith(f"{source}{os.sep}"):
-            yield (
-                f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
-                f"{data.source} and its split {data.splits.train}"
-            )
-        for own, same in scored.items():
-            if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
-                yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
-
-
-def _seen_texts(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
-    """Yield a line for each of evaluate.texts that is the training split itself."""
-    train = os.path.normpath(data.source), data.config, data.splits.train
-    for name, text in scored.items():
-        if (os.path.normpath(text.source), text.config, text.split) == train:
-            yield f"evaluate.texts.{name}: is what candidates are trained and calibrated with; write another text"
-
-
-def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
-    """Yield a line for each column that is null although the task needs it, or named although the task refuses it."""
-    if not isinstance(columns, dict):
-        return
-    kind = task_class(task)
-    named = {role: name for role, name in columns.items() if isinstance(name, str)}
-    null = [role for role, name in columns.items() if name is None]
-    if kind.label == "refused" and "label" in named:
-        yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
-    if kind.label == "required" and "label" in null:
-        yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
-    if kind.text_pair == "required" and "text_pair" in null:
-        yield f"data.columns.text_pair: is null, but {task} needs a second text; write the name of its column"
-    if kind.text_pair == "refused" and "text_pair" in named:
-        yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
-
-
-def _unsupported_pairs(targets: schema.TargetPatterns, recipes: Mapping[str, Recipe]) -> Iterator[str]:
-    """Yield a line for each method that cannot compress a pair of linear layers, if `targets` asks for such pairs."""
-    for option in ("products", "tied"):
-        for name, recipe in recipes.items() if getattr(targets, option) else ():
-            for method in recipe.methods:
-                if not method.pairs:
-                    yield (
-                        f"targets.{option}: is true, but {method.kind} in recipes.{name} cannot compress targets of "
-                        "two linear layers; write false"
-                    )
-
-
-def _missing_statistics(
-    importance: schema.Importance, recipes: Mapping[str, Recipe], labels: Sequence[schema.Labels]
-) -> Iterator[str]:
-    """Yield a line for each statistic that a recipe reads and that is not gathered, or says nothing.
-
-    Args:
-        labels: values of importance.labels that the task allows.
-    """
-    for name, recipe in recipes.items():
-        for part in ("shaping", "weighting", "ranks", "residual", "recovery"):
-            for kind in getattr(getattr(recipe, part), "statistics", ()):
-                if kind not in importance.statistics:
-                    yield f"importance.statistics: lacks {kind}, which recipes.{name}.{part} reads; add it"
-                if kind == "gradients" and importance.labels != "given":
-                    yield (
-                        f"importance.labels: are {importance.labels}, whose mean gradient tends to zero, but "
-                        f"recipes.{name}.{part} reads it; write {'given' if 'given' in labels else 'another recipe'}"
-                    )
-
-
-def _without_effect(
-    importance: schema.Importance, recipes: Mapping[str, Recipe], labels: schema.Labels
-) -> Iterator[str]:
-    """Yield a line for each setting of the gradients that changes nothing which a recipe reads.
-
-    Args:
-        labels: the value of importance.labels that stands where none has an effect.
-    """
-    refined = [recipe.sequential.refine for recipe in recipes.values() if recipe.sequential]
-    read = {kind for recipe in recipes.values() for method in recipe.methods for kind in method.statistics}
-    read |= {"gradients" for refine in refined if refine and refine.error == "gradients"}
-    for name, neutral, changed in (
-        ("labels", labels, ("output_gradients", "fisher", "taylor", "gradients")),
-        ("clip", None, ("output_gradients",)),
-        ("edges", 0.0, ("output_gradients",)),
-    ):
-        if recipes and getattr(importance, name) != neutral and not read & {*changed}:
-            yield (
-                f"importance.{name}: has no effect, because no recipe of study.recipes reads {' or '.join(changed)}; "
-                f"write {'null' if neutral is None else neutral}"
-            )
-
-
-def _at(content: Mapping[str, Any], section: str, key: str) -> Any:
-    return content[section].get(key) if isinstance(content.get(section), dict) else None
-
-
-def _strings(values: Any) -> list[str]:
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
-
-
-def _repeated(path: str, values: Any) -> Iterator[str]:
-    plain = [value for value in values if isinstance(value, str | int | float)] if isinstance(values, list) else []
-    for value, count in Counter(plain).items():
-        if count > 1:
-            yield f"{path}: has {value} {count} times; remove the repetition"
 
 
 if __name__ == "__main__":

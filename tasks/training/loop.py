@@ -97,21 +97,17 @@ def train(
     if not steps:
         _finish(model, rules)
         return 0
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if batch_size % processes:
-        raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
     _check_optimizer(optimizer)
     settings: dict[str, Any] = {
         "max_steps": steps,
-        "per_device_train_batch_size": batch_size // processes,
+        "per_device_train_batch_size": _share_of_process(batch_size),
         "learning_rate": learning_rate,
         "weight_decay": weight_decay,
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
+        **({} if optimizer == "adamw" else {"optim": optimizer}),
     }
-    if optimizer != "adamw":
-        settings["optim"] = optimizer
     if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -144,6 +140,14 @@ def train(
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")
     return trainer.state.global_step
+
+
+def _share_of_process(batch_size: int) -> int:
+    """Return the number of examples of a step that each process gets."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch_size % processes:
+        raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
+    return batch_size // processes
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
