@@ -31,7 +31,7 @@ from eckart.training.problem import Problem
 from eckart.training.rules import Rule
 from eckart.training.schedules import cubic, exceeding, steps_in
 
-_MEAN = ".mean"  # in the rule's state, the mean scores of a target's rows are stored under its name with this suffix
+_MEAN, _KEPT = ".mean", ".kept"  # in the rule's state, these follow the name of a target
 
 
 class SparseRows(Method):
@@ -241,13 +241,16 @@ class RowPruning(Rule):
 
     def state(self) -> dict[str, Tensor]:
         scores = {name: rows.scores.clone() for name, rows in self.targets.items()}
-        means = {f"{name}{_MEAN}": rows.mean.clone() for name, rows in self.targets.items() if self.window is not None}
-        return scores | means
+        if self.window is None:
+            return scores
+        means = {f"{name}{_MEAN}": rows.mean.clone() for name, rows in self.targets.items()}
+        return scores | means | {f"{name}{_KEPT}": rows.kept.clone() for name, rows in self.targets.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, rows in self.targets.items():
             rows.scores = state[name].clone()
             rows.mean = state.get(f"{name}{_MEAN}", rows.mean).clone()
+            rows.kept = state.get(f"{name}{_KEPT}", rows.kept).clone()
 
     def _smooth(self, rows: _Rows, score: Tensor) -> None:
         smoothing = self.settings.smoothing
@@ -294,8 +297,8 @@ class RowMasking(RowPruning):
 
     Source: Sanh, Wolf and Rush, NeurIPS 2020, section 4. The rows with the best scores s have mask m = 1. The gradient
     by m_i is used as the gradient by s_i (straight-through), so after all steps s_i = −Σ_t ∂L/∂m_i, which is the sum of
-    −w ∂L/∂(m_i w) over the weights w of the row. Masked rows have it, too. Their weights get no gradient, but
-    they stay, so that a masked row can come back.
+    −w ∂L/∂(m_i w) over the weights w of the row. Masked rows have it, too. Their weights are not
+    lost, so that a masked row can come back. They get no gradient; the optimizer's momentum and weight decay move them.
 
     (choice) s starts at 0 and its learning rate is 1, since only the order of scores matters. Rows of all targets
     compete, as they do for their sensitivities; the paper chooses within each matrix. The number of rows follows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,12 +19,18 @@ _FEWEST = 3  # tasks whose numbers are an axis
 
 
 def write_means(workspaces: Sequence[Path], folder: Path) -> None:
-    """Draw into `folder` the mean over seeds of every plot that all `workspaces` have, one for each seed."""
+    """Draw into `folder` the mean over seeds of every plot that all `workspaces` have, one for each seed.
+
+    Pictures of one model's weights have no mean: those of the first seed are copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     first, *others = workspaces
-    for file in sorted((first / FIGURES).glob("*/*.json")):
+    for file in sorted((first / FIGURES).glob("*/*")):
         files = [file, *(other / file.relative_to(first) for other in others)]
-        if all(one.exists() for one in files):
+        if file.suffix != ".json":
+            if not file.with_suffix(".json").exists():
+                shutil.copy(file, folder)
+        elif all(one.exists() for one in files):
             write(mean_over_seeds([Plot.model_validate_json(one.read_text()) for one in files]), folder)
 
 

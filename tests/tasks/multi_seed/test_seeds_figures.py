@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from tasks import figures
 from tasks.multi_seed.seeds_figures import over_tasks, write_means
-from tasks.report.figures.plot import Line, Plot
+from tasks.report.figures.plot import Line, Pattern, Plot
 
 
 def plot(name: str, height: float) -> Plot:
@@ -28,6 +29,18 @@ def test_plots_of_all_seeds_are_averaged(tmp_path: Path, monkeypatch: pytest.Mon
     written = Plot.model_validate_json((tmp_path / "means/p.json").read_text())
     assert written.panels[""]["svd"].y == (0.5, 0.5)
     assert written.title == "t, mean of 2 seeds"
+
+
+def test_a_picture_of_weights_is_that_of_the_first_seed(tmp_path: Path) -> None:
+    mask = np.eye(2, dtype=bool)
+    for seed in (0, 1):
+        folder = tmp_path / str(seed) / figures.FIGURES / "weights"
+        folder.mkdir(parents=True)
+        figures.write(Pattern(name="pattern-0.25", title="t", panels={"svd": mask if seed else ~mask}), folder)
+    write_means([tmp_path / "0", tmp_path / "1"], tmp_path / "means")
+    for kind in ("png", "svg"):
+        own = tmp_path / "0" / figures.FIGURES / f"weights/pattern-0.25.{kind}"
+        assert (tmp_path / f"means/pattern-0.25.{kind}").read_bytes() == own.read_bytes()
 
 
 def test_scores_of_numbered_tasks_are_over_their_numbers() -> None:
