@@ -73,7 +73,8 @@ def _panel(command: Any) -> str:
 
 
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Stages to run at the same time. Default: as many as the cores allow.")
+    int | None,
+    typer.Option(min=1, help="Stages to run at the same time. Default: as many as the cores allow; 1 with a GPU."),
 ]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Stop a stage after this many seconds. Default: no limit.")]
 TaskRunner = Annotated[

@@ -212,11 +212,15 @@ def _amending(
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:
         decided.add("max_length")
+    if options.data or options.base or options.label or options.task:
+        decided.add("target_length")
     if data.get("task") != present["data"]["task"]:
         decided.add("metric")
     amending = {"data": {name: value for name, value in data.items() if name in decided}}
     if "model" in changes:
         amending["model"] = changes["model"]
+    if (export := changes.get("export")) == {"recipes": []}:  # the task has no ONNX files
+        amending["export"] = export
     usual = default["teacher"]["epochs"]
     if present["teacher"]["epochs"] in (0, usual):  # any other number was set by the user
         amending["teacher"] = changes.get("teacher", {"epochs": usual})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
 _RECALL = 0.1  # largest drop of an embedding model's recall: a near neighbour in ten may be another one
-_UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text that no statistic has seen
+_UNSEEN = {"source": "editorials", "examples": 64}  # a text that no statistic has seen
 
 
 def of_data(
@@ -69,7 +70,8 @@ def of_data(
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}
-        changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": _UNSEEN}
+        end = {"separator": tokenizer.eos_token} if tokenizer.eos_token else {}
+        changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": {"editorials": {**_UNSEEN, **end}}}
         changes["export"] = {"recipes": ["narrowed"]}
         changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
     else:
@@ -85,7 +87,11 @@ def of_data(
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")
     _, labels = split_and_convert(load_source(data), data)  # raises the errors of the stage extract
-    changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
+    changes["data"]["max_length"] = _length(rows, (columns["text"], columns["text_pair"]), kind, config, tokenizer)
+    if "target_length" in task_class(kind).required_options:
+        changes["data"]["target_length"] = _length(rows, (columns["label"],), kind, config, tokenizer)
+    if not task_class(kind).one_graph:
+        changes["export"] = {"recipes": []}
     knows = task_head.fit(config, kind, labels) == "known"
     return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
 
@@ -149,12 +155,12 @@ def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _length(
     rows: pd.DataFrame,
-    columns: dict[str, str | None],
+    columns: Sequence[str | None],
     kind: TaskName,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Choose max_length: the number of tokens into which nearly all examples fit, rounded up to a multiple of 8.
+    """Return the number of tokens into which nearly all texts of `columns` fit, rounded up to a multiple of 8.
 
     It is at most 512, and at most what the model allows. For running text it is the largest such number.
     """
@@ -163,12 +169,10 @@ def _length(
     if task_class(kind).running_text:
         return most
     sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
-    texts = [list(sample[name]) for name in (columns["text"], columns["text_pair"]) if name]
+    texts = [list(sample[name]) for name in columns if name]
     try:
         encoded = tokenizer(*texts, is_split_into_words=task_class(kind).text_is_words)["input_ids"]
     except (TypeError, ValueError) as error:
-        raise StageError(
-            f"column {columns['text']} is not text: write --text with one of {', '.join(map(str, rows))}"
-        ) from error
+        raise StageError(f"column {columns[0]} is not text: name another one of {', '.join(map(str, rows))}") from error
     needed = int(pd.Series([len(ids) for ids in encoded]).quantile(_SHARE))
     return max(8, min(most, -(-needed // 8) * 8))

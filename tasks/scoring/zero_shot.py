@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from numbers import Real
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.runtime.stage_runner import StageError
@@ -44,7 +45,9 @@ def zero_shot(
             bootstrap_iters=0,
             log_samples=False,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: datasets refuses data that come with a script
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
     return {name: _numbers(values) for name, values in sorted(results["results"].items())}
 

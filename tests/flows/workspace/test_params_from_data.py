@@ -65,6 +65,14 @@ def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
     assert typed["data"].sizes.train == 60
 
 
+def test_summaries_get_a_length_and_no_onnx_file(workspace: Path) -> None:
+    source = table(label=["the plot is dull"] * 60)
+    yaml_edit.update({**told(source, task="summarization"), "model": {"base": BASE}})
+    typed = validation.check()
+    assert typed["data"].target_length == 8  # four words and two special tokens
+    assert typed["export"].recipes == ()
+
+
 def test_rows_fit_into_the_length_and_the_model(workspace: Path) -> None:
     """A review has 6 words, and two special tokens around; twenty of them are more than the model's 64 positions."""
     source = table(label=[row % 2 for row in range(60)])
@@ -123,7 +131,14 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     assert found["data"]["task"] == "language_modeling"
     assert found["data"]["columns"]["label"] is None
     assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
-    assert found["evaluate"]["texts"]
+    assert "separator" not in found["evaluate"]["texts"]["editorials"]  # the tokenizer has no token that ends a text
+
+
+def test_documents_end_with_the_tokenizer_s_token(workspace: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.save_pretrained(BASE)
+    assert told(running_text())["evaluate"]["texts"]["editorials"]["separator"] == "[SEP]"
 
 
 @pytest.mark.parametrize(("begins_with", "first"), [("[CLS]", "bos"), ("[MASK]", None)])

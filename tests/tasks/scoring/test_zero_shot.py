@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval.tasks
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_the_likelier_answer_is_the_model_s() -> None:
     right = [label == (likelihood(goal, one) < likelihood(goal, other)) for goal, (one, other), label in QUESTIONS]
     assert found["piqa"]["acc"] == pytest.approx(sum(right) / len(right))
     assert set(found["piqa"]) == {"acc", "acc_norm"}
+
+
+def test_data_that_come_with_a_script_are_an_error_that_names_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{tmp_path.name}.py").write_text("")
+    load = datasets.load_dataset
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: load(str(tmp_path)))
+    with pytest.raises(StageError, match=r"^evaluate\.zero_shot: .*\bpiqa\b.*\bscripts\b"):
+        zero_shot(model(), tiny_tokenizer(), ["piqa"], 2)
 
 
 def test_an_unknown_task_is_an_error_that_names_it() -> None:
