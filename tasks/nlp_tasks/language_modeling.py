@@ -7,7 +7,7 @@ of each block's first token, as in llama.cpp's tool for perplexity.
 
 Each block is scored without the text before it, so perplexity is measured on windows without overlap, as in papers on
 compressing language models. With data.stride the windows overlap, and each scores the tokens that the one before it did
-not reach: every token of the text but the first is scored once.
+not reach: no token is scored twice. An incomplete last window is dropped.
 
 Calibration blocks are a sample of the training blocks, or windows at random places of the training text
 (data.calibration_blocks), as those papers draw them.

@@ -66,8 +66,8 @@ def cut(data: schema.Data) -> str:
         return f"texts are cut to {data.max_length} tokens"
     begins = "; its first token is the beginning-of-text token" if data.first else ""
     return (
-        f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that every token is scored "
-        f"once, after at least {data.max_length - data.stride} others{begins}"
+        f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that no token is scored "
+        f"twice, and each after at least {data.max_length - data.stride} others but for the first window's{begins}"
         if data.stride
         else f"each a block of {data.max_length} tokens of the text, scored without overlap{begins}"
     )
