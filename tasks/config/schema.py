@@ -515,7 +515,11 @@ class Promotion(Limits):
         0.0,
         description="minimum gain in data.metric over the champion, on the same test examples; below 0 allows a loss",
     )
-    continuation: Count = Field(32, description="tokens that a served language model writes after a text")
+    continuation: Count = Field(
+        32,
+        description="tokens that a served language model writes after a text; a version keeps the number with which it "
+        "was registered, unless model_config says another when it is loaded",
+    )
 
 
 class Params(Section):
