@@ -197,7 +197,7 @@ _CLAIMED = [line for line in _COMPARED if not line[0].endswith("(ours)") and not
 _CLAIMED_PARTS = (
     ("ARS", "R_align, as in the paper, helps", "ars", "ars_unaligned"),
     ("ARS", "the hypernetwork beats free gates", "ars", "ars_gates"),
-    ("ARS", "leading components beat chosen ones", "ars", "ars_elements"),
+    ("ARS", "ranks beat single components, which have no R_align", "ars", "ars_elements"),
     ("LPAF", "first-order scores beat magnitudes", "lpaf_signed", "lpaf_magnitude"),
     ("LPAF", "sparsity-aware SVD, by our scores, beats plain SVD", "lpaf_sensitivity", "lpaf_plain_svd"),
     ("LPAF", "mixed-rank fine-tuning, after our scores, helps", "lpaf_sensitivity", "lpaf_finetuned"),

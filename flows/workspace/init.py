@@ -21,7 +21,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, read, sections
-from tasks.nlp_tasks import TaskName
+from tasks.nlp_tasks import TaskName, task_class
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
 _STAGED = (".dvc", ".dvcignore")  # what `dvc init` stages; a user would commit these without the rest
@@ -214,9 +214,13 @@ def _amending(
         decided.add("max_length")
     if options.data or options.base or options.label or options.task:
         decided.add("target_length")
-    if data.get("task") != present["data"]["task"]:
+    before = present["data"]
+    if changed := data.get("task") != before["task"]:
         decided.add("metric")
     amending = {"data": {name: value for name, value in data.items() if name in decided}}
+    if changed and data:  # another task refuses the options of the one before
+        gone = {*task_class(before["task"]).options} - {*task_class(data["task"]).options}
+        amending["data"] |= {option: None for option in sorted(gone) if before.get(option) is not None}
     if "model" in changes:
         amending["model"] = changes["model"]
     if (export := changes.get("export")) == {"recipes": []}:  # the task has no ONNX files

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from numbers import Real
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.runtime.stage_runner import StageError
@@ -45,8 +44,8 @@ def zero_shot(
             bootstrap_iters=0,
             log_samples=False,
         )
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: datasets refuses data that come with a script
-        if isinstance(error, torch.OutOfMemoryError):
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "scripts" not in str(error):  # datasets refuses data that come with one
             raise
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
     return {name: _numbers(values) for name, values in sorted(results["results"].items())}

@@ -25,6 +25,8 @@ from flows.workspace import installation, worktrees
 from flows.workspace.init import InitOptions
 from tasks import resolve
 from tasks.config import yaml_edit
+from tasks.config.schema import read
+from tasks.config.validation import mistakes
 from tasks.runtime import code_folders
 from tasks.runtime.code_digests import CodeChanged
 from tasks.runtime.code_folders import PACKAGES
@@ -256,6 +258,15 @@ def test_other_text_keeps_the_number_of_blocks(own: Path) -> None:
     new_workspace.init(Path("shop"), replace(text, base=None, data=Path("second.txt")), again=True)
     data = params(Path("shop"))["data"]
     assert (data["source"], data["sizes"]["calibration"]) == ("data/raw/second.txt", 7)
+
+
+def test_another_task_has_no_option_of_the_one_before(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", "summarization")
+    new_workspace.init(Path("shop"), options)
+    monkeypatch.chdir("shop")
+    assert mistakes(read()) == []
+    new_workspace.init(Path(), replace(NONE, task="classification"), again=True)
+    assert mistakes(read()) == []
 
 
 def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
