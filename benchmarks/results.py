@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 import pandas as pd
@@ -383,27 +383,20 @@ def embedding() -> str:
 _TEXTS = ("editorials", "news")
 
 
+_NO_LANGUAGE_MODEL = 10_000
+"""Perplexity above which the number itself says nothing: words drawn by their frequencies have some hundreds."""
+
+
 def untrained(*studies: str) -> str:
     """Return the table of language models without fine-tuning, and how many times worse than the original they are.
 
     For each keep, the best on WikiText-2 is first. All `studies` score the same texts.
     """
-    measured = pd.concat([read(study).assign(study=study) for study in studies])
-    measured = measured[measured.recipe != CONTROL].sort_values(["keep", "factorized"], ascending=[False, True])
-    return _untrained(list(measured[["study", "recipe", "keep"]].itertuples(index=False)))
-
-
-_NO_LANGUAGE_MODEL = 10_000
-"""Perplexity above which the number itself says nothing: words drawn by their frequencies have some hundreds."""
-
-
-def _untrained(models: Sequence[tuple[str, str, float]]) -> str:
-    original = rows(models[0][0], ORIGINAL).iloc[0]
-    speed = pd.notna(original.speedup)
+    measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
+    original = rows(studies[0], ORIGINAL).iloc[0]
     first = [rounded(original.dense), *(rounded(original[f"dense.texts.{text}"]) for text in _TEXTS)]
     lines = [["original", "", first[0], "", *first[1:], "1.00 ×"]]
-    for study, recipe, keep in models:
-        own = rows(study, recipe, keep).iloc[0]
+    for _, own in measured.sort_values(["keep", "factorized"], ascending=[False, True]).iterrows():
         if own.factorized > _NO_LANGUAGE_MODEL:
             cells = [f"> {_NO_LANGUAGE_MODEL:,}", "", "", ""]
         else:
@@ -414,8 +407,8 @@ def _untrained(models: Sequence[tuple[str, str, float]]) -> str:
                 f"{ratio(own.factorized / own.dense)} ({times[0]:.2f} to {times[1]:.2f})",
                 *(f"{rounded(value)}, {ratio(value / dense)}" for value, dense in others),
             ]
-        lines.append([NAMES[recipe], f"{keep:g}", *cells, ratio(own.speedup)])
-    columns = ["model", "keep", "WikiText-2", "vs. original", *_TEXTS, *["speed"] * speed]
+        lines.append([NAMES[own.recipe], f"{own.keep:g}", *cells, ratio(own.speedup)])
+    columns = ["model", "keep", "WikiText-2", "vs. original", *_TEXTS, *["speed"] * bool(pd.notna(original.speedup))]
     return markdown(columns, [line[: len(columns)] for line in lines], left=1)
 
 
