@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast, overload
@@ -607,7 +608,7 @@ def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, sco
 
 
 def _check_number(name: str, number: Any) -> None:
-    if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
+    if number is not None and (isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0):
         raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
 
 

@@ -63,6 +63,9 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
     """Return decoder inputs for `labels` `(batch, tokens)`: the labels shifted by one token, and their padding mask.
 
+    Padding is what follows a text's last label. Labels before it may be ignored, too, such as those of a prompt, but
+    later tokens read theirs.
+
     Raises:
         AttributeError, TypeError, ValueError: the model does not say with which token a text begins; the type of the
             error depends on the model family.
@@ -73,4 +76,5 @@ def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
         shifted = labels.roll(1, dims=1)
         shifted[:, 0] = model.config.decoder_start_token_id
         shifted = shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
-    return {"decoder_input_ids": shifted, "decoder_attention_mask": (labels != IGNORED).to(torch.long)}
+    labels_from_here = (labels != IGNORED).flip(1).cumsum(1).flip(1)
+    return {"decoder_input_ids": shifted, "decoder_attention_mask": (labels_from_here > 0).to(torch.long)}

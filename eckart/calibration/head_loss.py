@@ -59,6 +59,10 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
         name = type(model).__name__
         with torch.no_grad():  # so that no graph stays in memory
             outputs = model(**examples[0])
+        if not isinstance(outputs, Mapping):
+            raise ValueError(
+                f"{name} returns a {type(outputs).__name__}: let it return names, as a ModelOutput has them"
+            )
         if outputs.get("loss") is None:
             raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS

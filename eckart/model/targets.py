@@ -365,7 +365,7 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
 
 
 def in_router(name: str, modules: Collection[str]) -> bool:
-    """Whether a layer or parameter belongs to a router: a module that holds it is called so, or a gate beside experts.
+    """Whether a layer or parameter belongs to a router: "router" is in a module's name, or it is a gate beside experts.
 
     A small error in a router's scores sends tokens to other experts, and its weights are few.
 
@@ -374,7 +374,7 @@ def in_router(name: str, modules: Collection[str]) -> bool:
     """
     parts = name.split(".")
     beside = (".".join([*parts[:place], "experts"]) for place, part in enumerate(parts) if part == "gate")
-    return "router" in parts or any(experts in modules for experts in beside)
+    return any("router" in part for part in parts) or any(experts in modules for experts in beside)
 
 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:

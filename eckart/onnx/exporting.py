@@ -125,6 +125,8 @@ def export_files(
         files: file with float32 weights; if there is a second one, it gets the same graph with int8 weights.
     """
     _check(model)
+    if tokenizer.pad_token is None:
+        raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()
     texts = list(_random_texts(model, tokenizer))
     compared, sample = [*texts, *batches], _with_cache(model, texts[0])

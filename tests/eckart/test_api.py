@@ -8,6 +8,7 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -222,6 +223,7 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES, 2.0)
     with pytest.raises(ValueError, match=r"keep='0\.3'"):
         eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
+    assert eckart.compress(tiny.bert(), BATCHES, np.float32(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="keep is empty"):
         eckart.compress(tiny.bert(), BATCHES, [])
     with pytest.raises(ValueError, match=r"keep='0\.5'"):
@@ -283,13 +285,31 @@ def test_decoder_inputs_are_made_from_the_labels() -> None:
     }
     (small, _), (same, _) = (eckart.compress(model, [batch], 0.5, "kfac") for batch in (short, long))
     tiny.assert_same(small, same, long)
+    # Tokens of a prompt have no labels, but later tokens read them.
+    prompted = {name: values for name, values in long.items() if name != "decoder_attention_mask"}
+    prompted["labels"] = torch.tensor([[IGNORED, 6, 1], [IGNORED, 1, IGNORED]])
+    masked = {**prompted, "decoder_attention_mask": long["decoder_attention_mask"]}
+    (small, _), (same, _) = (eckart.compress(model, [batch], 0.5, "kfac") for batch in (prompted, masked))
+    tiny.assert_same(small, same, masked)
 
 
-def test_outputs_without_names_are_refused() -> None:
+class Nameless(type(tiny.bert())):  # type: ignore[misc]
+    """A model that returns its logits alone."""
+
+    def forward(self, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).logits
+
+
+def test_outputs_without_names_are_refused_where_the_loss_is_needed() -> None:
     model = tiny.bert()
     model.config.return_dict = False
     with pytest.raises(ValueError, match="return_dict"):
         eckart.compress(model, BATCHES, 0.5)
+    model = Nameless(tiny.bert().config)
+    with pytest.raises(ValueError, match="returns a Tensor"):
+        eckart.compress(model, BATCHES, 0.5)
+    small, _ = eckart.compress(model, BATCHES, 0.5, "drone")
+    assert factorized(small)
 
 
 class Counting(type(tiny.bert())):  # type: ignore[misc]
@@ -310,6 +330,42 @@ def test_a_model_that_changes_when_saved_is_refused() -> None:
         eckart.compress(model, BATCHES, 0.5, "svd")
     small, _ = eckart.compress(model, BATCHES, 0.5, "svd", check=False)
     assert factorized(small)
+
+
+class Rough(type(tiny.bert())):  # type: ignore[misc]
+    """A model whose outputs in bfloat16 differ from call to call, as those of experts do after rounding."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        self.calls += 1
+        if self.dtype == torch.bfloat16:
+            outputs.logits = outputs.logits * 2**self.calls
+        return outputs
+
+
+def test_a_model_in_bfloat16_may_change_by_its_rounding_when_saved() -> None:
+    small, _ = eckart.compress(Rough(tiny.bert().config).bfloat16(), BATCHES, 0.5, "svd")
+    assert factorized(small)
+
+
+class Buffered(type(tiny.bert())):  # type: ignore[misc]
+    """A model with a buffer that is not saved, and that a cast to bfloat16 changes by much."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("phase", torch.tensor(1001.0), persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.phase.float().sin()
+        return outputs
+
+
+def test_a_buffer_that_was_cast_is_named() -> None:
+    with pytest.raises(ValueError, match=r"phase.*dtype=torch\.bfloat16"):
+        eckart.compress(Buffered(tiny.bert().config).bfloat16(), BATCHES, 0.5, "svd")
 
 
 def test_attention_may_be_another_than_models_are_loaded_with() -> None:

@@ -168,7 +168,9 @@ def test_each_expert_is_two_targets_and_no_router_is_one(family):
 def test_a_router_that_is_a_linear_layer_is_no_target():
     model = built("Mixtral")
     model.model.layers[0].mlp.gate.wg = nn.Linear(16, 4)
-    assert find_targets(model, padded(2)).excluded["model.layers.0.mlp.gate.wg"] == "belongs to a router"
+    model.model.layers[0].mlp.router_gate = nn.Linear(16, 4)  # Doge's
+    excluded = find_targets(model, padded(2)).excluded
+    assert {excluded[f"model.layers.0.mlp.{name}"] for name in ("gate.wg", "router_gate")} == {"belongs to a router"}
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

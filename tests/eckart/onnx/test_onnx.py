@@ -426,6 +426,14 @@ def test_models_that_cannot_be_exported_are_refused(
     assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
 
 
+def test_a_tokenizer_without_padding_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny.words()
+    tokenizer.pad_token = None
+    with pytest.raises(ExportError, match="pad_token"):
+        export(bert(num_hidden_layers=1), tokenizer, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_large_weights_are_moved_with_their_file(tmp_path: Path) -> None:
     source, target = tmp_path / "model.onnx", tmp_path / "new" / "model.onnx"
     target.parent.mkdir()
