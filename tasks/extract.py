@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import datasets
 
@@ -33,7 +34,8 @@ def extract() -> None:
             *("stride", "seed", "separator", "calibration_blocks", "first", "pooling"),
         )
         settings = {name: getattr(params, name) for name in names}
-        task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
+        sizes = {**params.sizes.model_dump(), "train": params.sizes.train or sys.maxsize}
+        task = Task(kind=params.task, labels=labels, sizes=sizes, **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
 
 

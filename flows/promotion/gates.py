@@ -16,6 +16,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
 from tasks.data.loading import with_originals
+from tasks.models import task_head
 from tasks.models.model_io import UNLOADABLE, check_length, load
 from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
 from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
@@ -223,7 +224,7 @@ def _difference(
         )
     if kind_of(task).problem_type:
         config = model.config
-        theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))
+        theirs = _meaning(config.problem_type, task_head.outputs(config))
         wanted = kind_of(task).meaning(task.labels)
         return f"answers {theirs}, and this study {wanted}" if theirs != wanted else ""
     if kind_of(task).running_text and tokenizer.get_vocab() != ours.get_vocab():

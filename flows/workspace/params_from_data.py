@@ -21,6 +21,7 @@ from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
+_SPLITS = ("train", "validation", "test")
 _SAMPLE = 1000  # number of examples to count the tokens of
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
@@ -59,7 +60,7 @@ def of_data(
     changes: dict[str, Any] = {
         "data": {
             "source": source,
-            "splits": {split: split for split in files},
+            "splits": {split: split if split in files else None for split in _SPLITS},
             "columns": columns,
             "task": kind,
             "metric": task_class(kind).metrics[0],
@@ -74,7 +75,7 @@ def of_data(
         changes["export"] = {"recipes": ["narrowed"]}
         changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
     else:
-        changes["data"]["sizes"] = {"train": len(rows)}
+        changes["data"]["sizes"] = {"train": None}  # all, also of data that grow
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     if task_class(kind).from_original:
         with ExitStack() as stack:
@@ -102,7 +103,7 @@ def _files(source: Path) -> dict[str, Path]:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"
         )
-    return {split: named[split] for split in ("train", "validation", "test") if split in named}
+    return {split: named[split] for split in _SPLITS if split in named}
 
 
 def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
@@ -168,9 +169,10 @@ def _length(
     if task_class(kind).running_text:
         return most
     sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
-    texts = [list(sample[name]) for name in columns if name]
+    words = task_class(kind).text_is_words  # lists of words, which files of JSON lines hold as arrays
     try:
-        encoded = tokenizer(*texts, is_split_into_words=task_class(kind).text_is_words)["input_ids"]
+        texts = [[list(cell) if words else cell for cell in sample[name]] for name in columns if name]
+        encoded = tokenizer(*texts, is_split_into_words=words)["input_ids"]
     except (TypeError, ValueError) as error:
         raise StageError(f"column {columns[0]} is not text: name another one of {', '.join(map(str, rows))}") from error
     needed = int(pd.Series([len(ids) for ids in encoded]).quantile(_SHARE))

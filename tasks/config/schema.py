@@ -193,8 +193,10 @@ class Shares(Section):
 
 
 class Sizes(Section):
-    train: Count = Field(
-        3000, description="maximum number of training examples, or of blocks of max_length tokens for language modeling"
+    train: Count | None = Field(
+        3000,
+        description="maximum number of training examples, or of blocks of max_length tokens for language modeling; "
+        "null: all",
     )
     validation: Count = Field(1000, description="maximum number of validation examples")
     test: Count = Field(2000, description="maximum number of test examples")

@@ -24,6 +24,6 @@ def uniform_hashes(contents: Iterable[Any], seed: int, purpose: str) -> np.ndarr
     return np.array([int.from_bytes(digest[:8]) >> 11 for digest in digests], np.uint64) / 2.0**53
 
 
-def lowest(contents: Iterable[Any], size: int, seed: int, purpose: str) -> np.ndarray:
-    """Draw a sample: return the positions of the `size` items with the lowest hashes, lowest first, or of all items."""
+def lowest(contents: Iterable[Any], size: int | None, seed: int, purpose: str) -> np.ndarray:
+    """Draw a sample: return the positions of the `size` items with the lowest hashes, lowest first; None: all items."""
     return np.argsort(uniform_hashes(contents, seed, purpose), kind="stable")[:size]

@@ -47,6 +47,12 @@ def is_numeric(labels: pd.Series) -> bool:
     return pd.api.types.is_numeric_dtype(labels) and not pd.api.types.is_bool_dtype(labels)
 
 
+def has_mappings(labels: pd.Series) -> bool:
+    """Whether any cell is a mapping or a list of mappings, such as the answers to a question."""
+    firsts = (next(iter(cell), None) if pd.api.types.is_list_like(cell) else None for cell in labels)
+    return any(isinstance(value, Mapping) for cells in (labels, firsts) for value in cells)
+
+
 def few_values(labels: pd.Series) -> bool:
     """Whether the labels look like classes.
 
@@ -60,12 +66,14 @@ def few_values(labels: pd.Series) -> bool:
 
 
 def _classes(labels: pd.Series, params: Data) -> list[Any]:
-    """Return the distinct labels, in the order of their ids if the source defines ids, else sorted."""
+    """Return the distinct labels, in the order of their ids if the source defines ids, else sorted: "2" before "10"."""
     if isinstance(labels.dtype, pd.CategoricalDtype):
         present = set(labels.unique())
         return [name for name in labels.cat.categories if name in present]
     try:
-        return sorted(labels.unique().tolist())
+        distinct = labels.unique().tolist()
+        numbers = all(isinstance(label, str) and label.isdecimal() for label in distinct)
+        return sorted(distinct, key=(lambda label: (int(label), label)) if numbers else None)
     except TypeError as error:  # the labels cannot be hashed or compared
         raise StageError(
             f"column {params.columns.label} has lists or a mix of types: classes must be all strings or all numbers"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -148,15 +150,36 @@ def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
 def _read_csv(file: Path) -> pd.DataFrame:
     """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
 
+    In a TSV file, quotes are characters like any other.
+
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
     behind them, or writes True as true and 01 as 1.
 
     Raises:
         ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
+        StageError: a quote in a CSV file is not closed where its cell ends. pandas would read on to the next quote.
     """
+    if file.suffix == ".csv":
+        _check_quotes(file)
     options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[file.suffix]}
     with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
         return pd.read_csv(file, index_col=False, **options)
+
+
+def _check_quotes(file: Path) -> None:
+    longest = csv.field_size_limit(sys.maxsize)
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            reader = csv.reader(lines, strict=True)
+            for _ in reader:
+                pass
+    except csv.Error as error:
+        raise StageError(
+            f"line {reader.line_num}: {error}. A cell that begins with a quote ends at the next one: double the quotes "
+            "within it, and put the cell into quotes"
+        ) from None  # its cause would be shown in place of this sentence
+    finally:
+        csv.field_size_limit(longest)
 
 
 def _load(file: Path) -> datasets.Dataset:

@@ -116,4 +116,7 @@ def _passages(rows: pd.DataFrame) -> list[Any]:
 
 
 def _sample(rows: pd.DataFrame, name: Split, purpose: str, params: Data) -> pd.DataFrame:
-    return rows.iloc[lowest(_contents(rows), getattr(params.sizes, name), params.seed, purpose)]
+    size = getattr(params.sizes, name)
+    if size is not None and size < len(rows) and name != "calibration":
+        say(f"{name}: {size} of {len(rows)} examples are used (data.sizes.{name})")
+    return rows.iloc[lowest(_contents(rows), size, params.seed, purpose)]

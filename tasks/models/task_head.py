@@ -32,7 +32,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
     The comparison of names ignores case. Outputs with transformers' default names LABEL_0, LABEL_1, … count as outputs
     for the labels 0, 1, ….
     """
-    task, names = task_class(kind), _outputs(config)
+    task, names = task_class(kind), outputs(config)
     unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
     # If the config names no model class, but names the outputs, there is a head, and it may be one for the task.
     name = (config.architectures or ["" if unnamed else task.head_class])[0]
@@ -59,10 +59,10 @@ def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) ->
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
-            names = _named(_outputs(config))
+            names = _named(outputs(config))
             return f"The base model's head is kept: its outputs ({names}) are taken for {wanted}, in this order."
         case "other":
-            head = ", ".join([*(config.architectures or [])[:1], _named(_outputs(config))])
+            head = ", ".join([*(config.architectures or [])[:1], _named(outputs(config))])
             sentence = f"The base model's head ({head}) does not fit {wanted}: a new head takes its place."
             return sentence + _other_task(config, kind, labels)
     return ""
@@ -107,7 +107,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
         for name, parameter in model.named_parameters()
         if _is_of_head(model, name) and parameter.shape[0] == (len(task.labels) or 1)
     }
-    if head == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
+    if head == "known" and task.labels and (order := _order(outputs(config), task.labels)):
         with torch.no_grad():
             for parameter in last_layer.values():
                 parameter.copy_(parameter[order])
@@ -143,8 +143,9 @@ def _order(outputs: Sequence[str], labels: Sequence[str]) -> list[int] | None:
     return [theirs.index(name) for name in ours] if same else None
 
 
-def _outputs(config: PreTrainedConfig) -> list[str]:
-    return [str(name) for name in (config.id2label or {}).values()]
+def outputs(config: PreTrainedConfig) -> list[str]:
+    """Return the names of the head's outputs, in their order, which config.json may not have: 10 before 2, say."""
+    return [str(name) for _, name in sorted((config.id2label or {}).items())]
 
 
 def _named(names: Sequence[str]) -> str:

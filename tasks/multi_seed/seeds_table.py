@@ -343,6 +343,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     machine = ", ".join(filter(None, [counted(cores(), "core"), processor(), graphics]))
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
+    most = f"at most {data.sizes.train:,}" if data.sizes.train else "all"
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
         "Metric": f"{metric.with_direction} {test}; of original and of control: {retained}.",
@@ -353,8 +354,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
         f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "
         "paired resamples of the test examples, the same for all seeds. One such interval in 20 misses.",
-        "Data": f"{source(data)}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; "
-        f"{cut(data)}.",
+        "Data": f"{source(data)}, split with seed {data.seed}, {most} training examples; {cut(data)}.",
         **calibration(data),
         **generation(data),
         "Model": f"{base(model)}; the original model is "

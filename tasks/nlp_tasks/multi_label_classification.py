@@ -20,7 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from eckart.calibration.losses import Predictions, binary_logits
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.data.label_encoding import class_ids, names_in_source
+from tasks.data.label_encoding import class_ids, has_mappings, names_in_source
 from tasks.nlp_tasks._sequence_task import SequenceTask
 from tasks.nlp_tasks.classification import has_sets
 from tasks.nlp_tasks.nlp_task import NUMBERS, STRINGS, Answers, Tokenizer
@@ -46,7 +46,7 @@ class MultiLabelClassification(SequenceTask):
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
         """Whether cells hold sets of labels (lists, or strings with |) that repeat, and texts are no lists of words."""
-        if labels is None or not has_sets(labels) or texts.map(pd.api.types.is_list_like).any():
+        if labels is None or not has_sets(labels) or has_mappings(labels) or texts.map(pd.api.types.is_list_like).any():
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
 

@@ -29,6 +29,7 @@ from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
+from tasks.data.label_encoding import has_mappings
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
 from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, Tokenizer
 
@@ -47,6 +48,11 @@ class QuestionAnswering(NlpTask):
     pipeline: ClassVar = "question-answering"
     trivial_answer: ClassVar = "the most frequent answer of the training examples"
     answer_columns: ClassVar = {"answer": STRING, "score": NUMBER}
+
+    @classmethod
+    def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
+        """Whether labels are mappings or lists of them, as the answers of SQuAD are."""
+        return labels is not None and has_mappings(labels)
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:

@@ -57,12 +57,34 @@ def test_the_label_tells_the_task(workspace: Path, labels: list[Any], task: str)
     assert told(source)["data"]["task"] == task
 
 
+def lines(**columns: Any) -> str:
+    """Write JSON lines, and return their path."""
+    pd.DataFrame(columns).to_json(RAW / "rows.jsonl", orient="records", lines=True)
+    return str(RAW / "rows.jsonl")
+
+
+def test_words_with_tags_are_token_classification(workspace: Path) -> None:
+    words = [["the", "plot", "is", f"w{row}"] for row in range(60)]
+    found = told(lines(text=words, label=[["O", "B-X", "O", tag] for tag in ("O", "B-Y")] * 30))
+    assert found["data"]["task"] == "token_classification"
+    assert found["data"]["max_length"] == 8
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_answers_are_question_answering(workspace: Path, several: bool) -> None:
+    answers = [{"text": [f"man {row}"], "answer_start": [4]} for row in range(60)]
+    one = [[{"text": f"man {row}", "answer_start": 4}] for row in range(60)]
+    texts = {"text": [f"who {row}?" for row in range(60)], "context": [f"The man {row} went" for row in range(60)]}
+    found = told(lines(**texts, label=one if several else answers), text_pair="context")
+    assert found["data"]["task"] == "question_answering"
+
+
 def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
     source = table(stars=[row % 3 for row in range(60)])
     yaml_edit.update({**told(source, label="stars"), "model": {"base": BASE}})
     typed = validation.check()
     assert typed["data"].columns.label == "stars"
-    assert typed["data"].sizes.train == 60
+    assert typed["data"].sizes.train is None
 
 
 def test_summaries_get_a_length_and_no_onnx_file(workspace: Path) -> None:
@@ -116,7 +138,7 @@ def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
     rows = pd.DataFrame({"text": reviews()["text"], "label": 30 * [0, 1]})
     rows[:40].to_csv(RAW / "folder/train.csv", index=False)
     rows[40:].to_csv(RAW / "folder/test.csv", index=False)
-    assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "test": "test"}
+    assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "validation": None, "test": "test"}
 
 
 def running_text() -> str:

@@ -117,12 +117,14 @@ def test_a_name_may_have_brackets(name: str) -> None:
     assert sizes(extracted(write(name=name))) == sizes(extracted(write()))
 
 
-def test_sizes_are_at_most_what_was_asked() -> None:
+def test_sizes_are_at_most_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     train, validation, test, calibration = sizes(extracted(write(), **WHOLE))
     assert train + validation + test == len(reviews())
     assert calibration == train
     asked = {"train": 10, "validation": 3, "test": 5, "calibration": 4}
     assert sizes(extracted(write(), sizes=asked)) == tuple(asked.values())
+    assert f"train: 10 of {train}" in capsys.readouterr().out
+    assert sizes(extracted(write(), sizes={"train": None}))[0] == train
 
 
 def test_a_row_stays_where_it_is_as_data_grow() -> None:
@@ -245,6 +247,7 @@ def test_pairs_of_sentences_have_two_texts_and_two_segments() -> None:
         (".parquet", [True, False], ("False", "True")),
         (".csv", [10, 9, 1], ("1", "9", "10")),
         (".parquet", [10, 9, 1], ("1", "9", "10")),
+        (".jsonl", ["10", "9", "1"], ("1", "9", "10")),
     ],
 )
 def test_classes_are_numbered_in_the_order_of_their_names(suffix: str, values: list[Any], names: tuple[str]) -> None:
@@ -356,6 +359,8 @@ def test_a_text_that_is_a_number_is_refused() -> None:
         (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
         (".csv", b"text,label,source\nfine,yes,web,mine\nbad,no,web,mine\n", ""),
         (".csv", b"id,text,label\n1,fine,yes,web\n2,bad,no,web\n", ""),
+        (".csv", b'text,label\n"so" they say,yes\nfine,no\n', "line 2.*quote"),
+        (".csv", b'text,label\nfine,no\n"open,yes\nbad,no\nagain",yes\n"last,no\n', "line 6.*quote"),
         (".jsonl", b'{"text": "caf\xe9", "label": "yes"}\n', "UTF-8"),
         (".jsonl", b"", ""),
         (".jsonl", b'{"text": "a", "lab', ""),

@@ -80,6 +80,19 @@ def test_a_folder_gives_its_weights_and_a_new_head() -> None:
     assert tokenizer("the plot")["input_ids"] == tiny_tokenizer()("the plot")["input_ids"]
 
 
+def test_outputs_have_the_order_of_their_ids_whatever_the_order_in_the_file() -> None:
+    """A file that was written with ids as text has 10 before 2, and gives them in this order."""
+    names = tuple(f"label {number}" for number in range(12))
+    tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names))))
+    tuned.config.id2label = {str(number): name for number, name in enumerate(names)}
+    source = save("tuned", tuned)
+    text = Path(source, "config.json").read_text()
+    base = load_base(params(source), a_task("classification", names, "accuracy"))
+    assert text.index('"10"') < text.index('"2"')
+    assert base.fit == "known"
+    assert torch.equal(base.model.classifier.weight, tuned.classifier.weight)
+
+
 def test_a_regression_has_one_output_and_a_squared_error() -> None:
     model, tokenizer = model_of(BASE, RATING)
     batch = tokenizer(["the plot is dull"], return_tensors="pt")
