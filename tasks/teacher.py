@@ -9,6 +9,7 @@ import math
 
 from transformers import set_seed
 
+from eckart.training.schedules import steps_in
 from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model, Seed, Trainer, Training, section
@@ -43,7 +44,7 @@ def teacher() -> None:
             kind.collate(base.tokenizer, base.model),
             data,
             TEACHER_CURVE,
-            steps=math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size)),
+            steps=steps_in(settings.epochs, math.ceil(len(data) / settings.batch_size)),
             seed=seed,
             loss=kind.training_loss,
             **settings.model_dump(exclude={"epochs"}),

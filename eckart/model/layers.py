@@ -241,7 +241,7 @@ class LowRankLinear(LowRankLayer):
         y: Tensor = self.left(components)
         if self.residual is None or self.rows is None:
             return y
-        return y.index_add(-1, self.rows, self.residual(x))
+        return y.index_add(-1, self.rows, self.residual(x).to(y.dtype))  # autocast leaves an embedding's as it is
 
     def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the outputs for `x` with `weight` `(out, in)` in place of Ŵ."""

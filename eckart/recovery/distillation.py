@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, no_grad
 from torch.nn.functional import mse_loss
@@ -100,6 +101,9 @@ class DistillationRule(Rule):
         self.forward_options = {"output_hidden_states": True} if settings.layers else {}
         self.errors: dict[str, Tensor] = {}
 
+    def reads(self) -> dict[str, Tensor]:
+        return self.teacher.state_dict()
+
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
         """Return the weighted sum of the terms with a weight above 0, or None if there is none.
 
@@ -154,6 +158,9 @@ class TopLogitsRule(Rule):
         self.saved = saved
         self.predictions = predictions
         self.error: Tensor | None = None
+
+    def reads(self) -> dict[str, Tensor]:
+        return {"rest": torch.tensor(self.saved.rest)}  # depends on all logits
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
         """Return the weighted divergence.

@@ -75,7 +75,7 @@ class MixedRank(Optimization, Method):
 
 
 class MixedLinear(nn.Module):
-    """Layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3), with z 0 or 1; in eval mode z is 0.
+    """Layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3), with z 0 or 1.
 
     W is not a parameter and not part of the state dict. The paper does not say whether W (T_sparse) goes on training.
     Here it is frozen (choice), so that the factors are drawn to a fixed point.
@@ -95,7 +95,7 @@ class MixedLinear(nn.Module):
         self.train(low.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.dense and self.training:
+        if self.dense:
             return self.low.run_dense(x, self.weight)
         return self.low(x)
 
@@ -187,6 +187,9 @@ class MixedRankRule(Rule):
         first_loss, second_loss = (mean_loss(self.loss, result, batch) for result in (outputs, second))
         return (second_loss - first_loss) / 2 + self.settings.consistency * disagreement
 
+    def reads(self) -> dict[str, Tensor]:
+        return {name: layer.weight for name, layer in self.layers.items()}
+
     def finish(self) -> None:
         for name, layer in self.layers.items():
             replace(self.model, name, layer.low)
@@ -217,5 +220,5 @@ class MixedRankRule(Rule):
         """
         if not self.classification:
             return mse_loss(first, second)
-        p, q = log_softmax(first, -1), log_softmax(second, -1)
+        p, q = log_softmax(first.float(), -1), log_softmax(second.float(), -1)
         return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2

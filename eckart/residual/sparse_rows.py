@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, merge
+from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, matrix_of, merge
 from eckart.ranks.budget import allowance
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.problem import Problem
@@ -141,9 +141,17 @@ class _Rows:
         return self.price(places + 1) - self.price(places)
 
     @property
-    def weight(self) -> nn.Parameter:
-        """The residual S `(out, in)`."""
-        return self.layer.get_parameter("residual.weight")
+    def weight(self) -> Tensor:
+        """The residual S `(out, in)`; writing to it changes the layer."""
+        assert self.layer.residual is not None
+        return matrix_of(self.layer.residual).detach()
+
+    @property
+    def slope(self) -> Tensor | None:
+        """The gradient by S `(out, in)`, if there is one; writing to it changes what the optimizer reads."""
+        assert self.layer.residual is not None
+        gradient = self.layer.residual.weight.grad
+        return gradient.T if gradient is not None and isinstance(self.layer.residual, nn.Embedding) else gradient
 
     @property
     def pruned(self) -> Tensor:
@@ -205,9 +213,9 @@ class RowPruning(Rule):
         """
         for rows in self.targets.values():
             if self.window is None:
-                self._smooth(rows, _sensitivity(rows, rows.weight.grad))
+                self._smooth(rows, _sensitivity(rows, rows.slope))
             else:
-                rows.gradient = rows.weight.grad
+                rows.gradient = rows.slope
 
     def after_update(self, step: int) -> None:
         """Prune the rows by eq. 9 after the update, with scores from before the update.
@@ -279,7 +287,7 @@ class RowPruning(Rule):
         """Choose the rows that are kept, and set the others to zero."""
         self._choose(room)
         for rows in self.targets.values():
-            rows.weight.data[rows.pruned] = 0
+            rows.weight[rows.pruned] = 0
 
     def _choose(self, room: int) -> None:
         """Keep rows of all targets in descending order of score until `room` parameters are used."""
@@ -311,14 +319,14 @@ class RowMasking(RowPruning):
     def before_forward(self, step: int) -> None:
         """Choose the masks of this step, and set the masked rows to zero for its forward and backward passes."""
         self._choose(self._room_at(step))
-        self.hidden = {name: rows.weight.data[rows.pruned] for name, rows in self.targets.items()}
+        self.hidden = {name: rows.weight[rows.pruned] for name, rows in self.targets.items()}
         for rows in self.targets.values():
-            rows.weight.data[rows.pruned] = 0
+            rows.weight[rows.pruned] = 0
 
     def after_backward(self, step: int) -> None:
         """Restore the masked rows, add −Σ w g to the score of each row, and clear the gradients of the masked rows."""
         for name, rows in self.targets.items():
-            weight, gradient = rows.weight.data, rows.weight.grad
+            weight, gradient = rows.weight, rows.slope
             weight[rows.pruned] = self.hidden[name]
             if gradient is not None:
                 rows.scores = rows.scores.to(weight.device) - (weight.float() * gradient.float()).sum(1)
@@ -331,7 +339,7 @@ class RowMasking(RowPruning):
 
 def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
     """Return the mean of |S ⊙ ∂L/∂S| over each row, `(out,)`, for the current S; 0 if there is no gradient."""
-    weight = rows.weight.detach()
+    weight = rows.weight
     if gradient is None:
         return torch.zeros(len(weight), device=weight.device)
     return (weight.float() * gradient.float()).abs().mean(dim=1)

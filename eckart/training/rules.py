@@ -26,9 +26,10 @@ class Rule:
     """Base class of training rules. Here no hook does anything."""
 
     settings: Any = None
-    """Value that contains everything that decides what the rule does.
+    """Value that contains everything but tensors that decides what the rule does.
 
-    A training resumes from a checkpoint only if the `repr` of this value is the same.
+    A training resumes from a checkpoint only if the `repr` of this value and the tensors that `reads` returns are the
+    same.
     """
 
     forward_options: Mapping[str, Any] = {}
@@ -36,6 +37,10 @@ class Rule:
 
     done: bool = False
     """Whether training may stop before its last step."""
+
+    def reads(self) -> Mapping[str, Tensor]:
+        """Return the tensors outside the model that decide what the rule does, such as those of a teacher."""
+        return {}
 
     def before_forward(self, step: int) -> None:
         """Hook before the first forward pass of a step, to prepare the model for this step."""

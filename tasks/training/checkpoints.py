@@ -99,9 +99,10 @@ def digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], setting
     digest.update(model.config.to_json_string().encode())
     for rule in rules:
         digest.update(f"{type(rule).__name__} {rule.settings!r}".encode())
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for tensors in (model.state_dict(), *(rule.reads() for rule in rules)):
+        for name, value in sorted(tensors.items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     sink = pa.BufferOutputStream()
     table = data.data.table
     with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as stream:

@@ -33,6 +33,7 @@ from eckart.calibration.losses import Loss, batch_size, mean_loss
 from eckart.model.hf_format import converted
 from eckart.training.learning_rate import Schedule, share_of_peak
 from eckart.training.rules import Rule
+from eckart.training.schedules import steps_in
 from tasks.config.schema import Optimizer
 from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
@@ -111,7 +112,8 @@ def train(
     if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    rate = partial(share_of_peak, schedule, steps=steps, warmup=math.ceil(warmup * steps), last=last_rate)
+    rising = min(steps_in(warmup, steps), steps - 1)  # the first of them has the rate 0, which a single step must not
+    rate = partial(share_of_peak, schedule, steps=steps, warmup=rising, last=last_rate)
     identity = {
         **settings,
         "rate": [schedule, warmup, last_rate],

@@ -55,7 +55,8 @@ def recover(
     for training in recovery.trainings.values():
         rules = [residual.rule(problem, training.steps)] if residual and not steps else []
         given = replace(problem, teacher_logits=partial(saved_logits, problem, data, collate, training, trainer))
-        rules = [*rules, *training.rules(given)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
+        if training.steps:  # without a step, no teacher is needed
+            rules += training.rules(given)  # type: ignore[attr-defined]  # every training of a recovery has `rules`
         options = {**training.options(), **trainer.options(), "seed": problem.seed}
         objective = problem.objective
         options |= {"loss": objective.training_loss, "dropout": objective.dropout, "rules": rules, "before": steps}

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from eckart.model.hf_format import save
-from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, merge, residual_rows
+from eckart.model.layers import (
+    LowRankEmbedding,
+    LowRankLinear,
+    factorized,
+    low_rank_layers,
+    matrix_of,
+    merge,
+    residual_rows,
+)
 from eckart.model.targets import Target, find_targets
 from eckart.residual.sparse_rows import RowMasking, RowPruning, SparseRows
 from tests import tiny
@@ -28,12 +36,12 @@ def settings(**changes: Any) -> SparseRows:
     return SparseRows(**{"smoothing": 0.5, "start": 0.0, "end": 0.0, **changes})
 
 
-def layer(residual: Tensor, rank: int = 0) -> LowRankLinear:
+def layer(residual: Tensor, rank: int = 0, kind: type[LowRankLinear] = LowRankLinear) -> LowRankLinear:
     """A layer with all its rows, whose factors are drawn."""
     count, columns = residual.shape
-    result = LowRankLinear(columns, count, rank, bias=False, rows=count)
+    result = kind(columns, count, rank, bias=False, rows=count)
     with torch.no_grad():
-        result.residual.weight.copy_(residual)
+        matrix_of(result.residual).copy_(residual)
         for factor in (result.left.weight, result.right.weight):
             factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(0)))
     return result
@@ -83,29 +91,39 @@ def kept(rule: RowPruning) -> list[list[int]]:
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
-def test_scores_and_two_steps_solved_by_hand():
-    """x = (1, 1), loss = y · (1, 1/2), so the rows of the gradient are (1, 1) and (1/2, 1/2); room for one row."""
-    model = model_of(layer(torch.tensor([[1.0, 2.0], [3.0, -4.0]])))
+@pytest.mark.parametrize("kind", [LowRankLinear, LowRankEmbedding])
+def test_scores_and_two_steps_solved_by_hand(kind):
+    """x = (1, 1), loss = y · (1, 1/2), so the rows of the gradient are (1, 1) and (1/2, 1/2); room for one row.
+
+    An embedding reads each of two words once.
+    """
+    model = model_of(layer(torch.tensor([[1.0, 2.0], [3.0, -4.0]]), kind=kind))
     rule = RowPruning(model, settings(), budget=2, steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss() -> Tensor:
-        return model["map0"](torch.ones(2)) @ torch.tensor([1.0, 0.5])
+        y = model["map0"](torch.arange(2)).sum(0) if kind is LowRankEmbedding else model["map0"](torch.ones(2))
+        return y @ torch.tensor([1.0, 0.5])
+
+    def residual() -> Tensor:
+        return matrix_of(model["map0"].residual).detach()
 
     loss().backward()
     rule.after_backward(0)
     # (|1·1| + |2·1|)/2 and (|3/2| + |−4/2|)/2, half of which with β = 1/2
     torch.testing.assert_close(rule.state()["map0"], torch.tensor([0.75, 0.875]))
     optimizer.step()
-    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[0.9, 1.9], [2.95, -4.05]]))
+    torch.testing.assert_close(residual(), torch.tensor([[0.9, 1.9], [2.95, -4.05]]))
     rule.after_update(0)
-    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[0.0, 0.0], [2.95, -4.05]]))
+    torch.testing.assert_close(residual(), torch.tensor([[0.0, 0.0], [2.95, -4.05]]))
 
     optimizer.zero_grad()
     loss().backward()
     rule.after_backward(1)
     # a zero row has no sensitivity; the other one (1.475 + 2.025)/2
     torch.testing.assert_close(rule.state()["map0"], torch.tensor([0.375, 0.4375 + 0.875]))
+    rule.finish()
+    torch.testing.assert_close(residual(), torch.tensor([[2.95, -4.05]]))
 
 
 def test_a_window_solved_by_hand_and_a_row_that_comes_back():
@@ -164,7 +182,7 @@ def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothin
 
 def step_of_masks(rule: RowMasking, step: int, gradient: Sequence[Sequence[float]], rate: float) -> list[list[float]]:
     """Return the rows in the forward pass of a step of SGD in which the residual gets this gradient."""
-    (residual,) = (rows.weight for rows in rule.targets.values())
+    (residual,) = (rows.layer.residual.weight for rows in rule.targets.values())
     rule.before_forward(step)
     inside = residual.tolist()
     residual.grad = torch.tensor(gradient)

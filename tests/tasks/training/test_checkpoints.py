@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
@@ -110,6 +111,22 @@ def test_a_model_whose_folders_have_other_tensors_resumes_to_the_same_bytes(caps
     capsys.readouterr()
     assert trained_mixture(None) == whole
     assert steps_taken(capsys.readouterr().out) == 10
+
+
+def taught_by(teacher: PreTrainedModel, kill: int | None = None) -> bytes:
+    rule = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
+    model = bert()
+    train(model, collate(), rows(), CURVE, rules=[rule, Kill(kill)], **OPTIONS)
+    return save(dict(model.state_dict()))
+
+
+def test_another_teacher_starts_anew() -> None:
+    first, second = bert(), bert()
+    second.classifier.weight.data *= -1
+    whole = taught_by(second)
+    with pytest.raises(Killed):
+        taught_by(first, 11)
+    assert taught_by(second) == whole
 
 
 def pruned_and_taught(kill: int | None) -> bytes:

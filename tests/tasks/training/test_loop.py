@@ -70,6 +70,11 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(
     assert rates == pytest.approx([0, 0.004, *(0.001 * eighths for eighths in falling)])
 
 
+def test_a_single_step_is_not_all_warm_up(curve: Path) -> None:
+    before = bert()
+    assert weights(trained(curve, bert(), steps=1)) != weights(before)
+
+
 def test_training_learns(curve: Path) -> None:
     """One word in two tells the label."""
     trained(curve, steps=40, learning_rate=5e-3)

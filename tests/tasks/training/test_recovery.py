@@ -21,6 +21,18 @@ STEPS = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3}
 RECOVERIES = ({"kind": "finetune", **STEPS}, {"kind": "in_turn", "first": STEPS, "then": STEPS})
 
 
+def test_without_a_step_no_teacher_is_needed(tmp_path: Path) -> None:
+    def none() -> Any:
+        raise AssertionError
+
+    objective = kind_of(a_task("classification", ("no", "yes"), "accuracy")).objective()
+    problem = RecoveryProblem(bert(), (), 1.0, 7, objective, teacher=none, source=none)
+    settings = {"kind": "finetune", "steps": 0, "distillation": {"layers": 0.0, "logits": 1.0, "top": 4}}
+    recover(
+        problem, TypeAdapter(Recovery).validate_python(settings), none, collate(), tmp_path / "curve.jsonl", Trainer()
+    )
+
+
 @pytest.mark.parametrize("settings", RECOVERIES)
 def test_a_recovery_is_its_trainings_one_after_the_other(tmp_path: Path, settings: dict[str, Any]) -> None:
     """The second training begins anew, and its points follow those of the first in the curve."""
