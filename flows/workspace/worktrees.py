@@ -49,7 +49,10 @@ def check_root() -> None:
 
 def root_of(folder: Path) -> Path:
     """Return the root of the git repository that contains `folder`."""
-    return Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+    try:
+        return Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+    except WorkspaceError as error:
+        raise WorkspaceError(f"{error}. Call this in the folder of a workspace, which eckart init makes") from error
 
 
 def edited(*paths: str) -> set[str]:
