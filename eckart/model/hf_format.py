@@ -470,11 +470,11 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     change, exact = _change(model, loaded, batch), model.dtype in (torch.float32, torch.float64)
     if change <= _ROUNDING[exact]:
         return
+    dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers()}
+    cast = [name for name, buffer in model.named_buffers() if dtypes.get(name, buffer.dtype) != buffer.dtype]
     # Where rounding sends a token to another expert, the outputs in bfloat16 may differ by more.
     if not exact and _change(copy.deepcopy(model).float(), loaded.float(), batch) <= _ROUNDING[True]:
         return
-    dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers()}
-    cast = [name for name, buffer in model.named_buffers() if dtypes.get(name, buffer.dtype) != buffer.dtype]
     cause = "its state_dict does not hold all that it computes with"
     raise ValueError(
         f"the outputs of a compressed {type(model).__name__} change by {change:.1%} when it is saved and loaded: "

@@ -365,7 +365,7 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
 
 
 def in_router(name: str, modules: Collection[str]) -> bool:
-    """Whether a layer or parameter belongs to a router: "router" is in a module's name, or it is a gate beside experts.
+    """Whether a layer or parameter belongs to a router: a part of its name has "router", or is a gate beside experts.
 
     A small error in a router's scores sends tokens to other experts, and its weights are few.
 

@@ -99,7 +99,7 @@ def zero_sum_ranks(
 
     def offer(number: int) -> None:
         target = targets[number]
-        if ranks[target.name] > max(1, math.ceil(floor * largest_rank(target))):
+        if ranks[target.name] > max(1, math.ceil(round(floor * largest_rank(target), 6))):
             effect = effects[target.name][ranks[target.name] - 1]
             heapq.heappush(rising if effect >= 0 else falling, (abs(effect), number))
 

@@ -206,6 +206,8 @@ def _amending(
     columns = options.text or options.text_pair or options.label or options.task
     data = changes.get("data", {})
     decided = {"source", "splits"} if options.data else set()
+    if options.data and "train" in data.get("sizes", {}):  # running text has a size for calibration alone
+        decided.add("sizes")
     if options.data or columns:
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:

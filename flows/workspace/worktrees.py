@@ -52,6 +52,8 @@ def root_of(folder: Path) -> Path:
     try:
         return Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
     except WorkspaceError as error:
+        if "not a git repository" not in str(error):
+            raise
         raise WorkspaceError(f"{error}. Call this in the folder of a workspace, which eckart init makes") from error
 
 

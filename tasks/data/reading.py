@@ -157,7 +157,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
     Raises:
         ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
-        StageError: a quote in a CSV file is not closed where its cell ends. pandas would read on to the next quote.
+        StageError: the next quote after one that begins a cell of a CSV file does not end the cell. pandas would ignore
+            that.
     """
     if file.suffix == ".csv":
         _check_quotes(file)
@@ -170,13 +171,13 @@ def _check_quotes(file: Path) -> None:
     longest = csv.field_size_limit(sys.maxsize)
     try:
         with file.open(encoding="utf-8", newline="") as lines:
-            reader = csv.reader(lines, strict=True)
+            reader, begins = csv.reader(lines, strict=True), 1
             for _ in reader:
-                pass
+                begins = reader.line_num + 1
     except csv.Error as error:
         raise StageError(
-            f"line {reader.line_num}: {error}. A cell that begins with a quote ends at the next one: double the quotes "
-            "within it, and put the cell into quotes"
+            f"lines {begins} to {reader.line_num}: {error}. A cell that begins with a quote ends at the next "
+            "one: double the quotes within it, and put the cell into quotes"
         ) from None  # its cause would be shown in place of this sentence
     finally:
         csv.field_size_limit(longest)

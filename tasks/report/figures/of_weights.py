@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss
@@ -130,7 +130,8 @@ def neuron_scores(
     for name, layer in layers.items():
         residual = layer.get_parameter("residual.weight")
         gradient = torch.zeros_like(residual) if residual.grad is None else residual.grad
-        scores[name] = (residual.detach().float() * gradient.float() / count).abs().mean(1).cpu()
+        inputs = 0 if isinstance(layer.residual, nn.Embedding) else 1  # the axis
+        scores[name] = (residual.detach().float() * gradient.float() / count).abs().mean(inputs).cpu()
     return scores
 
 

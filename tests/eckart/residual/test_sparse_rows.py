@@ -182,22 +182,24 @@ def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothin
 
 def step_of_masks(rule: RowMasking, step: int, gradient: Sequence[Sequence[float]], rate: float) -> list[list[float]]:
     """Return the rows in the forward pass of a step of SGD in which the residual gets this gradient."""
-    (residual,) = (rows.layer.residual.weight for rows in rule.targets.values())
+    (module,) = (rows.layer.residual for rows in rule.targets.values())
     rule.before_forward(step)
-    inside = residual.tolist()
-    residual.grad = torch.tensor(gradient)
+    inside = matrix_of(module).tolist()
+    given = torch.tensor(gradient)
+    module.weight.grad = given.T.clone() if isinstance(module, nn.Embedding) else given
     rule.after_backward(step)
     with torch.no_grad():
-        residual -= rate * residual.grad
+        module.weight -= rate * module.weight.grad
     rule.after_update(step)
     return inside
 
 
-def test_movement_solved_by_hand_and_a_masked_row_that_comes_back():
+@pytest.mark.parametrize("kind", [LowRankLinear, LowRankEmbedding])
+def test_movement_solved_by_hand_and_a_masked_row_that_comes_back(kind):
     """Two rows, room for one at the second step. Row 0 shrinks in the first step, and row 1 grows."""
-    model = model_of(layer(torch.tensor([[2.0, 1.0], [1.0, -1.0]])))
+    model = model_of(layer(torch.tensor([[2.0, 1.0], [1.0, -1.0]]), kind=kind))
     rule = RowMasking(model, settings(score="movement", start=0.25, end=0.75), budget=2, steps=4)
-    residual = model["map0"].residual.weight
+    residual = matrix_of(model["map0"].residual)
 
     assert step_of_masks(rule, 0, [[1.0, 1.0], [-1.0, 2.0]], 0.1) == [[2.0, 1.0], [1.0, -1.0]]
     torch.testing.assert_close(rule.state()["map0"], torch.tensor([-2.0 - 1.0, 1.0 + 2.0]))
@@ -212,7 +214,7 @@ def test_movement_solved_by_hand_and_a_masked_row_that_comes_back():
     inside = step_of_masks(rule, 2, [[0.0, 0.0], [0.0, 0.0]], 0.1)
     torch.testing.assert_close(torch.tensor(inside), torch.tensor([[1.9, 0.9], [0.0, 0.0]]))
     rule.finish()
-    torch.testing.assert_close(model["map0"].residual.weight.detach(), torch.tensor([[1.9, 0.9]]))
+    torch.testing.assert_close(matrix_of(model["map0"].residual).detach(), torch.tensor([[1.9, 0.9]]))
     assert model["map0"].rows.tolist() == [0]
 
 

@@ -234,6 +234,7 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     yaml_edit.update({"data": {"metric": "f1"}, "study": {"recipes": ["kfac"]}}, shop / "params.yaml")
     first = params(shop)
     assert first["data"]["columns"]["label"] == "stars"
+    assert first["data"]["sizes"]["train"] is None
     assert (first["seed"], first["study"]["keeps"]) == (7, [0.4])
     assert "data/raw.dvc" in call(shop, "git", "ls-files", "--others", "--exclude-standard")
 

@@ -14,15 +14,17 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eckart.calibration.losses import logits_of
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import factorize_target, low_rank_layers
 from eckart.model.targets import find_targets, weight_of
-from eckart.recovery.distillation import Distillation, DistillationRule
+from eckart.recovery.distillation import Distillation, DistillationRule, TopLogitsRule
+from eckart.recovery.teacher_logits import TeacherLogits, largest
 from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.training.rules import Rule
-from tasks.training.checkpoints import CHECKPOINTS, SECONDS
+from tasks.training.checkpoints import CHECKPOINTS, SECONDS, digest
 from tasks.training.loop import train
 from tests import tiny
 from tests.workspace import bert, collate, rows, tiny_tokenizer
@@ -127,6 +129,19 @@ def test_another_teacher_starts_anew() -> None:
     with pytest.raises(Killed):
         taught_by(first, 11)
     assert taught_by(second) == whole
+
+
+@pytest.mark.parametrize("top", [1, 4])
+def test_saved_logits_of_another_teacher_are_told_apart(top: int) -> None:
+    settings = Distillation(layers=0.0, logits=1.0, top=top)
+
+    def rule(logits: Tensor) -> TopLogitsRule:
+        saved = (part.numpy()[None] for part in largest(logits, top, 1.0))
+        return TopLogitsRule(TeacherLogits({}, *saved), settings, logits_of)
+
+    logits = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    digests = [digest(bert(), rows(), [rule(values)], {}) for values in (logits, logits, -logits)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def pruned_and_taught(kill: int | None) -> bytes:
