@@ -156,6 +156,11 @@ def _check(model: PreTrainedModel) -> None:
             f"a {type(model).__name__} computes its states in a loop over tokens or chunks of them, and torch exports "
             "such a loop for one length of text only: run it in torch itself"
         )
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
+        raise ExportError(
+            f"a {type(model).__name__} with sparse attention computes short texts with full attention, and a graph has "
+            "one of them: load it with attention_type='original_full'"
+        )
     if missing := [name for name in _PACKAGES if not find_spec(name)]:
         raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")
     if model.dtype != torch.float32:

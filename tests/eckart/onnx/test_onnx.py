@@ -414,8 +414,15 @@ def t5() -> PreTrainedModel:
         (lstm, r"\bLSTMForCausalLM\b"),
         (tiny.ARCHITECTURES["mamba"].build, r"\bMambaForSequenceClassification\b.*in torch"),
         (tiny.of("BertForPreTraining"), r"^a BertForPreTraining "),
+        (tiny.of("BigBirdForMaskedLM", **tiny.LAYERS), r"\bBigBirdForMaskedLM\b.*attention_type"),
     ],
-    ids=["encoder and decoder", "loop over tokens", "loop that takes minutes to trace", "two heads of other names"],
+    ids=[
+        "encoder and decoder",
+        "loop over tokens",
+        "loop that takes minutes to trace",
+        "two heads of other names",
+        "sparse attention",
+    ],
 )
 def test_models_that_cannot_be_exported_are_refused(
     make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
