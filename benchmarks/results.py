@@ -684,6 +684,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "language": language,
     "untrained": partial(untrained, "lm-standard-rows", "lm-standard-keeps"),
     "untrained-windows": partial(untrained, "lm-standard"),
+    "untrained-gemma": partial(untrained, "lm-gemma"),
     "embedding": embedding,
     "ship": ship,
     "processors": processors,
