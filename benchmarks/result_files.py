@@ -31,6 +31,7 @@ NAMES = {
     "drone": "DRONE",
     "svd_llm_sequential": "SVD-LLM, in order",
     "aa_svd": "AA-SVD, not refined",
+    "aa_svd_refined": "AA-SVD",
     "zs_svd": "ZS-SVD",
     "kfac_svd": "KFAC-SVD",
     "lems": "LEMS",

@@ -682,7 +682,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
-    "untrained": partial(untrained, "lm-standard-rows", "lm-standard-keeps"),
+    "untrained": partial(untrained, "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"),
     "untrained-windows": partial(untrained, "lm-standard"),
     "untrained-gemma": partial(untrained, "lm-gemma"),
     "embedding": embedding,
