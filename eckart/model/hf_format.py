@@ -476,10 +476,11 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     if not exact and _change(copy.deepcopy(model).float(), loaded.float(), batch) <= _ROUNDING[True]:
         return
     cause = "its state_dict does not hold all that it computes with"
+    if cast:
+        cause = f"{cast[0]} was cast; load the model with dtype={model.dtype}"
     raise ValueError(
         f"the outputs of a compressed {type(model).__name__} change by {change:.1%} when it is saved and loaded: "
-        f"{f'{cast[0]} was cast; load the model with dtype={model.dtype}' if cast else cause}. To get it anyway, give "
-        "check=False"
+        f"{cause}. To get it anyway, give check=False"
     )
 
 

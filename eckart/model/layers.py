@@ -426,6 +426,12 @@ def matrix_of(module: nn.Linear | PlainLinear | nn.Embedding) -> Tensor:
     return module.weight.T if isinstance(module, nn.Embedding) else module.weight
 
 
+def gradient_of(module: nn.Linear | PlainLinear | nn.Embedding) -> Tensor | None:
+    """Return the gradient by `matrix_of(module)`, if there is one; it shares memory."""
+    gradient = module.weight.grad
+    return gradient.T if gradient is not None and isinstance(module, nn.Embedding) else gradient
+
+
 class NarrowedLinear(nn.Linear):
     """A dense layer of a narrowed MLP: it has fewer outputs or inputs than the model's config says."""
 

@@ -21,10 +21,10 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, matrix_of, merge
+from eckart.model.layers import LowRankLinear, factorized, gradient_of, low_rank_layers, matrix_of, merge
 from eckart.ranks.budget import allowance
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.problem import Problem
@@ -150,8 +150,7 @@ class _Rows:
     def slope(self) -> Tensor | None:
         """The gradient by S `(out, in)`, if there is one; writing to it changes what the optimizer reads."""
         assert self.layer.residual is not None
-        gradient = self.layer.residual.weight.grad
-        return gradient.T if gradient is not None and isinstance(self.layer.residual, nn.Embedding) else gradient
+        return gradient_of(self.layer.residual)
 
     @property
     def pruned(self) -> Tensor:

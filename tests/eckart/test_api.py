@@ -358,6 +358,11 @@ class Buffered(type(tiny.bert())):  # type: ignore[misc]
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("phase", torch.tensor(1001.0, dtype=torch.float32), persistent=False)
 
+    def _init_weights(self, module: Any) -> None:
+        super()._init_weights(module)
+        if module is self:  # as rotary embeddings do: a model that is loaded has empty memory there until now
+            self.phase.fill_(1001.0)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         outputs.logits = outputs.logits * self.phase.float().sin()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss
-from eckart.model.layers import low_rank_layers
+from eckart.model.layers import gradient_of, low_rank_layers, matrix_of
 from eckart.model.targets import Target
 from tasks.report.figures.of_results import kind_in_layer
 from tasks.report.figures.plot import ORIGINAL, Figure, Line, Pattern, Plot
@@ -128,10 +128,10 @@ def neuron_scores(
         count += len(next(iter(batch.values())))
     scores = {}
     for name, layer in layers.items():
-        residual = layer.get_parameter("residual.weight")
-        gradient = torch.zeros_like(residual) if residual.grad is None else residual.grad
-        inputs = 0 if isinstance(layer.residual, nn.Embedding) else 1  # the axis
-        scores[name] = (residual.detach().float() * gradient.float() / count).abs().mean(inputs).cpu()
+        assert layer.residual is not None
+        residual, gradient = matrix_of(layer.residual).detach(), gradient_of(layer.residual)
+        gradient = torch.zeros_like(residual) if gradient is None else gradient
+        scores[name] = (residual.float() * gradient.float() / count).abs().mean(1).cpu()
     return scores
 
 
