@@ -390,21 +390,31 @@ _NO_LANGUAGE_MODEL = 10_000
 def untrained(*studies: str) -> str:
     """Return the table of language models without fine-tuning, and how many times worse than the original they are.
 
-    For each keep, the best on WikiText-2 is first. All `studies` score the same texts.
+    All `studies` score the same texts.
     """
     measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
-    original = rows(studies[0], ORIGINAL).iloc[0]
+    return _perplexities(rows(studies[0], ORIGINAL).iloc[0], measured, "factorized")
+
+
+def fine_tuned(study: str) -> str:
+    """Return the same table with fine-tuning, also of the original model."""
+    return _perplexities(rows(study, ORIGINAL).iloc[0], read(study), "recovered")
+
+
+def _perplexities(original: pd.Series[float], measured: pd.DataFrame, step: str) -> str:
+    """Return a table of perplexities; for each keep, the best on WikiText-2 is first."""
     first = [rounded(original.dense), *(rounded(original[f"dense.texts.{text}"]) for text in _TEXTS)]
     lines = [["original", "", first[0], "", *first[1:], "1.00 ×"]]
-    for _, own in measured.sort_values(["keep", "factorized"], ascending=[False, True]).iterrows():
-        if own.factorized > _NO_LANGUAGE_MODEL:
+    texts = {text: f"texts.{text}" if step == "recovered" else f"{step}.texts.{text}" for text in _TEXTS}
+    for _, own in measured.sort_values(["keep", step], ascending=[False, True]).iterrows():
+        if own[step] > _NO_LANGUAGE_MODEL:
             cells = [f"> {_NO_LANGUAGE_MODEL:,}", "", "", ""]
         else:
             times = [1 + bound / own.dense for bound in (own.from_dense_low, own.from_dense_high)]
-            others = [(own[f"factorized.texts.{text}"], own[f"dense.texts.{text}"]) for text in _TEXTS]
+            others = [(own[column], own[f"dense.texts.{text}"]) for text, column in texts.items()]
             cells = [
-                rounded(own.factorized),
-                f"{ratio(own.factorized / own.dense)} ({times[0]:.2f} to {times[1]:.2f})",
+                rounded(own[step]),
+                f"{ratio(own[step] / own.dense)} ({times[0]:.2f} to {times[1]:.2f})",
                 *(f"{rounded(value)}, {ratio(value / dense)}" for value, dense in others),
             ]
         lines.append([NAMES[own.recipe], f"{own.keep:g}", *cells, ratio(own.speedup)])
@@ -685,6 +695,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "untrained": partial(untrained, "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"),
     "untrained-windows": partial(untrained, "lm-standard"),
     "untrained-gemma": partial(untrained, "lm-gemma"),
+    "fine-tuned-windows": partial(fine_tuned, "lm-recovered"),
     "embedding": embedding,
     "ship": ship,
     "processors": processors,
