@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from flows.engine.run_options import Options
+from flows.engine.run_options import SEED_FOLDER, Options
 from flows.environment import redaction, settings
 from flows.workspace import installation
 from tasks.artifacts.errors import EckartError
@@ -236,9 +236,12 @@ def run(
     if as_json:
         _print_json({"stages": Counter(outcome.status.lower() for outcome in outcomes), "seconds": round(seconds, 1)})
     elif not quiet:
-        _print_comparison(nothing_to_do.COMPARISON)
+        folder = os.environ.get(SEED_FOLDER)
+        _print_comparison(nothing_to_do.COMPARISON, advice=not folder)  # which is for a study of its own
         print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
-        print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
+        place = f"{folder}/" if folder else ""
+        print(f"See {place}reports/comparison.html. `eckart ui` shows the runs.", end=" ")
+        print(f"The models are in {place}models/finetuned/.")
 
 
 def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:
@@ -318,9 +321,17 @@ def _print_json(more: Mapping[str, Any]) -> None:
     print(json.dumps({**study_json(), **more}, indent=2))
 
 
-def _print_comparison(file: Path) -> None:
-    """Print a file of tables and sentences; in a terminal, cut the lines of tables and wrap the others at its width."""
+def _print_comparison(file: Path, advice: bool = True) -> None:
+    """Print a file of tables and sentences; in a terminal, cut the lines of tables and wrap the others at its width.
+
+    Args:
+        advice: whether to print the sentence on what to do next.
+    """
+    from tasks.artifacts.results_schema import NEXT  # pydantic: not for --help
+
     console, text = Console(highlight=False), file.read_text()
+    if not advice:
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(NEXT))
     if not console.is_terminal:
         print(text)
         return

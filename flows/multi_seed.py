@@ -12,7 +12,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from flows.engine import supervisor
-from flows.engine.run_options import Options
+from flows.engine.run_options import SEED_FOLDER, Options
 from flows.engine.stage_processes import terminable
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
@@ -75,7 +75,8 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.locked(folder) as lock:
         prepare(study, seed)
-        environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
+        tracking = _tracking(study.params["study"]["name"])
+        environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": tracking, SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.
         process = subprocess.Popen(
             command,

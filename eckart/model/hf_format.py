@@ -447,7 +447,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Check that `model` gives the same outputs for `batch` after it is saved and loaded again.
 
     Raises:
-        ValueError: the model cannot be saved or loaded, or the loaded model's outputs differ.
+        ValueError: the model cannot be saved, loaded or run after that, or the loaded model's outputs differ.
     """
     with tempfile.TemporaryDirectory(prefix="eckart-") as folder, ExitStack() as at_exit:
         if is_progress_bar_enabled():
@@ -462,12 +462,13 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
                 if isinstance(part, PreTrainedModel):  # attentions differ in the outputs at padding
                     loaded.get_submodule(name).config._attn_implementation = part.config._attn_implementation
             loaded.to(model.device)
+            change = _change(model, loaded, batch)
         except Exception as error:  # the type of the error depends on the model family
             raise ValueError(
-                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. To get it anyway, give "
+                f"a compressed {type(model).__name__} cannot be saved, loaded and run: {error}. To get it anyway, give "
                 "check=False"
             ) from error
-    change, exact = _change(model, loaded, batch), model.dtype in (torch.float32, torch.float64)
+    exact = model.dtype in (torch.float32, torch.float64)
     if change <= _ROUNDING[exact]:
         return
     dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers()}

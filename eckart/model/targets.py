@@ -24,6 +24,8 @@ from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_e
 Storage = Literal["factors", "pivoted"]
 """Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
 coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
+_CLAMPED = "altup"
+"""Name of the modules in which Gemma 3n clamps weights in place, in training mode only."""
 
 
 class Target(BaseModel):
@@ -349,6 +351,7 @@ def _static_reasons(
     reasons = {
         name: _unwanted(name, include, exclude)
         or ("belongs to a router" if in_router(name, modules) else None)
+        or ("is clamped while the model trains" if _CLAMPED in name.split(".") else None)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
         for name, module in layers.items()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from flows.engine.stages import Planned
 
 
+SEED_FOLDER = "ECKART_SEED_FOLDER"
+"""Environment variable with the folder of a seed's workspace, if a study over several seeds runs it."""
 _SCHEDULER = "ECKART_SCHEDULER"  # environment variable for the address, which must not be a parameter of the flow
 
 

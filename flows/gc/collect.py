@@ -45,7 +45,8 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
     cache_dir = stages.cache_dir()
     if not cache_dir.resolve().is_relative_to(Path.cwd()):
         raise CannotCollect(
-            f"the cache {cache_dir} is outside this workspace, and other workspaces may need it: use `dvc gc`"
+            f"the cache {cache_dir} is outside this workspace, and others may need what is in it: run `eckart gc` in "
+            "the workspace that it belongs to, or `dvc gc` with all others as --projects"
         )
     with ExitStack() as stack:
         # Workspaces of `eckart reproduce`, which are made again when needed.

@@ -12,6 +12,8 @@ from tasks.artifacts.metrics import MetricName
 TEACHER_CURVE = Path("reports/teacher.jsonl")
 CONTROL_NAME = "dense + recovery"
 """Name of the control in tables, which list it like a recipe that keeps all parameters."""
+NEXT = "Next: "
+"""Beginning of the sentence on what to do next, in reports/comparison.txt."""
 TRIVIAL_NAME = "trivial baseline"
 """Name of the trivial baseline in tables: predictions that need no model."""
 CONTROL_CURVE = Path("reports/control.jsonl")

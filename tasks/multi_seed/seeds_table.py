@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from pydantic import TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -37,7 +36,6 @@ from tasks.report.rounding import rounded
 from tasks.report.runtimes import TEXTS
 from tasks.report.table import ZERO_SHOT, printed
 from tasks.report.table import numbers as table_numbers
-from tasks.runtime.hardware import cores, processor
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 CANDIDATE = ["recipe", "keep"]
@@ -86,6 +84,7 @@ def _rows(seed: int, results: Results, folder: Path) -> pd.DataFrame:
     rows["model_share"] = rows.model_parameters / size.model_parameters
     rows["macs_share"] = rows.macs_per_token / size.macs_per_token
     rows["seconds"] = _seconds(rows, folder)
+    rows["machine"] = results.machines
     return rows
 
 
@@ -247,7 +246,7 @@ def page(
 ) -> tuple[pd.DataFrame, str]:
     """Return a DataFrame with the rows of all tasks, and the page as Markdown, with all tables and published numbers.
 
-    Above each table are the settings of its study, without date or path. The page names this machine.
+    Above each table are the settings of its study, without date or path.
 
     Args:
         studies: the study of each task.
@@ -340,8 +339,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     metric = METRICS[data.metric]
     retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
-    graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    machine = ", ".join(filter(None, [counted(cores(), "core"), processor(), graphics]))
+    machines = "; ".join(filter(None, rows.machine.unique())) or "unknown"
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
     most = f"at most {data.sizes.train:,}" if data.sizes.train else "all"
     return {
@@ -362,7 +360,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Recovery": "; ".join(_recoveries(params)) + ".",
         "Seconds": "search, factorization and fine-tuning of one candidate; others may run at the same time. Not "
         "included: the original model and the calibration statistics, which all candidates share.",
-        "Machine": f"{machine}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
+        "Machine": f"{machines}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.artifacts.results_schema import Latency
+from tasks.artifacts.results_schema import NEXT, Latency
 from tasks.report.choose_candidate import Chosen
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
@@ -158,5 +158,5 @@ def _next(results: Results) -> str:
     ship = to_ship(results)
     command = f"`{ship.command}` {'uploads' if ship.run.runtime == 'torch' else 'writes'} the file to ship"
     if results.choice.chosen:
-        return f"Next: `eckart promote` makes it the champion if it passes the gates on test examples; {command}."
-    return f"Next: change promotion or study.keeps in params.yaml; {command} as it is."
+        return f"{NEXT}`eckart promote` makes it the champion if it passes the gates on test examples; {command}."
+    return f"{NEXT}change promotion or study.keeps in params.yaml; {command} as it is."

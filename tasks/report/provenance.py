@@ -26,9 +26,9 @@ def provenance(results: Results) -> dict[str, str]:
         if teacher.epochs
         else "The base model as it is."
     )
-    precision = "in mixed precision (bf16)" if trainer.precision else ""
-    processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
-    ways = ", ".join(filter(None, (precision, processes)))
+    precision = "All in mixed precision (bf16)." if trainer.precision else ""
+    processes = f"In {trainer.processes} processes, if the method can share it." if trainer.processes > 1 else ""
+    ways = " ".join(filter(None, (precision, processes)))
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "
         f"examples, the same for every model; {cut(data)}.",
@@ -36,7 +36,7 @@ def provenance(results: Results) -> dict[str, str]:
         **generation(data),
         "Base model": base(model) + dtype,
         "Original model": original,
-        **({"Trainings": f"All {ways}."} if ways else {}),
+        **({"Trainings": ways} if ways else {}),
         "Recovery": f"Each factorized model is fine-tuned on the task with seed {seed} as its recipe says{search}.",
         "Parameters": f"The original model has {results.dense.size.model_parameters:,}: {parts}.",
         "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."

@@ -116,6 +116,7 @@ def train(
     rate = partial(share_of_peak, schedule, steps=steps, warmup=rising, last=last_rate)
     identity = {
         **settings,
+        "batch_size": batch_size,
         "rate": [schedule, warmup, last_rate],
         "checkpoint_activations": checkpoint_activations,
         "micro_batch": micro_batch,
@@ -315,13 +316,23 @@ class _RuleTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add to the log the mean task loss since the last log, and the rules' measures of the last step."""
+        """Add to the log the mean task loss since the last log, and the rules' measures of the last step.
+
+        With several processes, each is the mean over them, as the Trainer's loss is.
+        """
         if "loss" in logs and self.rules:
-            logs["task_loss"] = sum(self.task_losses) / len(self.task_losses)
+            own = {"task_loss": sum(self.task_losses) / len(self.task_losses)}
             self.task_losses.clear()
             for rule in self.rules:
-                logs |= rule.measures()
+                own |= rule.measures()
+            logs |= self._mean_over_processes(own)
         super().log(logs, *args, **kwargs)
+
+    def _mean_over_processes(self, values: dict[str, float]) -> dict[str, float]:
+        if self.args.world_size == 1:
+            return values
+        together = torch.tensor([*values.values()], device=self.args.device)
+        return dict(zip(values, self.accelerator.reduce(together, "mean").tolist(), strict=True))
 
 
 class _LengthGroups(LengthGroupedSampler):

@@ -332,6 +332,23 @@ def test_a_model_that_changes_when_saved_is_refused() -> None:
     assert factorized(small)
 
 
+class Broken(type(tiny.bert())):  # type: ignore[misc]
+    """A model that does not run after it was loaded, as DeBERTa in bfloat16: some of its weights load in float32."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config._name_or_path:
+            raise RuntimeError("other dtypes")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_does_not_run_when_loaded_is_refused() -> None:
+    model = Broken(tiny.bert().config)
+    with pytest.raises(ValueError, match=r"other dtypes.*check=False"):
+        eckart.compress(model, BATCHES, 0.5, "svd")
+    small, _ = eckart.compress(model, BATCHES, 0.5, "svd", check=False)
+    assert factorized(small)
+
+
 class Rough(type(tiny.bert())):  # type: ignore[misc]
     """A model whose outputs in bfloat16 differ from call to call, as those of experts do after rounding."""
 

@@ -116,6 +116,21 @@ def test_a_parametrized_weight_is_excluded():
     assert "no parameter" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
 
 
+def test_weights_that_a_model_changes_in_place_while_it_trains_are_excluded():
+    """Those of Gemma 3n, which clamps them in training mode."""
+    config = {
+        **tiny.GROUPED,
+        **{"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
+        **{"num_hidden_layers": 2, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "head_dim": 8},
+        **{"activation_sparsity_pattern": [0.0, 0.0], "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3},
+    }
+    model = tiny.build("Gemma3nForCausalLM", **config)
+    ids = torch.randint(4, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    small, _ = eckart.compress(model, [batch], 0.5, "kfac", check=False)
+    small.train()(**batch).loss.backward()
+
+
 def test_layers_with_random_inputs_are_excluded():
     model, batch = tiny.UNUSUAL["layoutlm"]()
     layer = model.layoutlm.encoder.layer[1]

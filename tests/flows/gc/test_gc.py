@@ -174,7 +174,7 @@ def test_nothing_goes_while_a_stage_runs_or_from_a_cache_of_several_clones(main:
     assert digests(main / ".dvc/cache") == before
     Path(".dvc/tmp/rwlock").unlink()
     call(main, "dvc", "cache", "dir", "--local", str(tmp_path / "shared"))
-    with pytest.raises(CannotCollect, match="other workspaces"):
+    with pytest.raises(CannotCollect, match="the workspace that it belongs to"):
         collected()
 
 

@@ -335,6 +335,8 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, monkey
         {"cached": 1, "restored": stages - 6, "executed": 5},
         {"cached": 1, "restored": 2, "executed": stages - 3},
     ]
+    assert "Next: " not in said  # which would be about this folder's own candidates
+    assert "workspaces/two-seed1/models/finetuned/" in said
     homes = [Path(path) for path in re.findall(r"search@svd-0.5' - svd of (\S+)", said)]
     assert homes == [root / f"workspaces/two-seed{seed}/eckart/factorization/weighted_svd.py" for seed in (0, 1)]
 

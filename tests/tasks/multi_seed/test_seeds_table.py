@@ -44,6 +44,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "speedup": 1.5 + seed,
             "search_steps": 10,
             "seconds": 30.0,
+            "machine": f"machine {seed}",
             "average_rank": 380.0 if recipe == "a" else None,
             "shaped": 0.7 if recipe == "a" else None,
             "test_rows": 1000,
@@ -204,6 +205,7 @@ class TestSummary:
         assert all(
             part in text for part in (command, "Seeds: 0, 1;", REVIEWS, "models/base/tiny", "[two.csv](two.csv)")
         )
+        assert "Machine: machine 0; machine 1; " in text  # that computed the seeds, not the one that writes the page
         assert str(Path.cwd()) not in text
         summary.write(tmp_path / "new/two.md", made_up(), pd.DataFrame({"keep": [1]}), text)
         assert (tmp_path / "new/two.md").read_text() == text

@@ -179,6 +179,16 @@ def test_other_settings_or_data_start_anew(changes: dict[str, Any], capsys: pyte
     assert steps_taken(capsys.readouterr().out) == 0
 
 
+def test_a_step_of_more_processes_is_another_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes with 4 examples each take steps of 8, one process with 4 examples takes steps of 4."""
+    monkeypatch.setattr("tasks.training.loop._share_of_process", lambda size: 4)
+    killed(4, batch_size=8)
+    trained(Kill(), batch_size=4)
+    assert steps_taken(capsys.readouterr().out) == 0
+
+
 def test_an_incomplete_checkpoint_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     killed(4)
     for file in CHECKPOINTS.rglob("digest"):

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tasks.artifacts.results_schema import DENSE_METRICS, TEACHER_CURVE
+from tasks.artifacts.results_schema import CONTROL_CURVE, DENSE_METRICS, TEACHER_CURVE
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime import stage_runner
 from tests.workspace import BASE, run_stage, tiny_workspace
 
+TAUGHT = {"study": {"control": "kfac"}, "recipes": {"kfac": {"recovery": {"steps": 3, "distillation": {}}}}}
+"""Changes of params.yaml with which the control has a teacher, so that its curve has the task loss, too."""
 Trained = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 """The weights and the curve of a training."""
 
@@ -36,16 +38,20 @@ def teacher(root: Path, *others: str, **changes: object) -> Trained:
     config.write_text(json.dumps({**json.loads(config.read_text()), **rates}))
     for name in ("extract", "teacher", *others):
         run_stage(name)
-    curve = [json.loads(line) for line in TEACHER_CURVE.read_text().splitlines()]
-    return load_file("models/teacher/model.safetensors"), curve
+    curves = [TEACHER_CURVE, *[CONTROL_CURVE] * ("control" in others)]
+    return load_file("models/teacher/model.safetensors"), [point for curve in curves for point in points(curve)]
+
+
+def points(curve: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in curve.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The teacher of one process, in full precision."""
+    """The teacher of one process, in full precision, and the curve of its control, too."""
     folder = tmp_path_factory.mktemp("plain")
     with contextlib.chdir(folder):
-        return teacher(folder)
+        return teacher(folder, "control", **TAUGHT)
 
 
 def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) -> None:
@@ -54,10 +60,13 @@ def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) ->
     Also where each takes its half in two micro-batches, of three rows and one.
     """
     one, curve = plain
-    two, joined = teacher(workspace, trainer={"processes": 2, "micro_batch": 3})
+    two, joined = teacher(workspace, "control", trainer={"processes": 2, "micro_batch": 3}, **TAUGHT)
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
     assert [point["step"] for point in joined] == [point["step"] for point in curve]
+    for name in ("loss", "task_loss"):
+        means = [point[name] for point in curve if name in point]
+        assert [point[name] for point in joined if name in point] == pytest.approx(means, rel=1e-3)
 
 
 def test_a_batch_that_processes_cannot_share_is_an_error(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
