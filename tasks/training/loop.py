@@ -172,6 +172,7 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
         **settings,
         use_cpu=not torch.cuda.is_available(),
         ddp_backend="gloo" if "RANK" in os.environ and not torch.cuda.is_available() else None,
+        ddp_find_unused_parameters=True,  # by default not with checkpointed activations, where some models need it, too
         average_tokens_across_devices=False,  # True would multiply the loss, already a mean, by the processes
         label_names=["labels"],  # kept in the batches even if the model itself reads none
         logging_nan_inf_filter=False,  # a loss that is not finite must be logged

@@ -16,7 +16,7 @@ from tasks.artifacts.task_spec import load_split, load_task
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime import stage_runner
-from tests.workspace import BASE, run_stage, tiny_workspace
+from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, run_stage, tiny_workspace
 
 TAUGHT = {"study": {"control": "kfac"}, "recipes": {"kfac": {"recovery": {"steps": 3, "distillation": {}}}}}
 """Changes of params.yaml with which the control has a teacher, so that its curve has the task loss, too."""
@@ -67,6 +67,27 @@ def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) ->
     for name in ("loss", "task_loss"):
         means = [point[name] for point in curve if name in point]
         assert [point[name] for point in joined if name in point] == pytest.approx(means, rel=1e-3)
+
+
+def test_processes_may_checkpoint_activations_of_a_model_with_unused_weights(workspace: Path) -> None:
+    """An embedding does not need BERT's pooler."""
+    data = {"task": "embedding", "metric": "recall_at_10", "columns": {"text_pair": None, "label": None}}
+    tiny_workspace(
+        workspace,
+        data=data | {"sizes": {"validation": 30, "test": 30}},
+        teacher={"epochs": 0},
+        study={"control": None, "recipes": ["svd"]},
+        importance={"statistics": ["inputs"]},
+        trainer={"processes": 2, "checkpoint_activations": True},
+    )
+    words = [*SUBJECTS, *WORDS["positive"]]
+    texts = [f"{first} {second}" for first in words for second in words]
+    (workspace / REVIEWS).write_text("\n".join(["text,label", *(f"{text},0" for text in texts)]))
+    for name in ("extract", "teacher", "importance"):
+        run_stage(name)
+    for name in ("search", "factorize", "finetune"):
+        run_stage(name, "svd", "0.5")
+    assert Path("models/finetuned/svd-0.5/model.safetensors").exists()
 
 
 def test_a_batch_that_processes_cannot_share_is_an_error(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
