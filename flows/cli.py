@@ -236,12 +236,12 @@ def run(
     if as_json:
         _print_json({"stages": Counter(outcome.status.lower() for outcome in outcomes), "seconds": round(seconds, 1)})
     elif not quiet:
-        folder = os.environ.get(SEED_FOLDER)
-        _print_comparison(nothing_to_do.COMPARISON, advice=not folder)  # which is for a study of its own
+        seed = os.environ.get(SEED_FOLDER)
+        _print_comparison(nothing_to_do.COMPARISON, seed)
         print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
-        place = f"{folder}/" if folder else ""
-        print(f"See {place}reports/comparison.html. `eckart ui` shows the runs.", end=" ")
-        print(f"The models are in {place}models/finetuned/.")
+        place = f"{seed}/" if seed else ""
+        models = f"The models are in {place}models/finetuned/."
+        print(f"See {place}reports/comparison.html. `eckart ui` shows the runs. {models}")
 
 
 def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:
@@ -321,16 +321,17 @@ def _print_json(more: Mapping[str, Any]) -> None:
     print(json.dumps({**study_json(), **more}, indent=2))
 
 
-def _print_comparison(file: Path, advice: bool = True) -> None:
+def _print_comparison(file: Path, seed: str | None = None) -> None:
     """Print a file of tables and sentences; in a terminal, cut the lines of tables and wrap the others at its width.
 
     Args:
-        advice: whether to print the sentence on what to do next.
+        seed: folder of a seed's workspace, if this is one. The advice in the file is left out then: whoever follows it
+            is in another folder.
     """
     from tasks.artifacts.results_schema import NEXT  # pydantic: not for --help
 
     console, text = Console(highlight=False), file.read_text()
-    if not advice:
+    if seed:
         text = "\n".join(line for line in text.splitlines() if not line.startswith(NEXT))
     if not console.is_terminal:
         print(text)
@@ -339,7 +340,7 @@ def _print_comparison(file: Path, advice: bool = True) -> None:
     for line in text.splitlines():
         console.print(Text(line[: console.width] if line in wide else line))
     if wide:
-        print(f"\nTables are cut to the width of this terminal; {file} has all columns.")
+        print(f"\nTables are cut to the width of this terminal; {Path(seed or '', file)} has all columns.")
     print()
 
 

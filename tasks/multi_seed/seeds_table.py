@@ -339,7 +339,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     metric = METRICS[data.metric]
     retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
-    machines = "; ".join(filter(None, rows.machine.unique())) or "unknown"
+    machines = "; ".join(dict.fromkeys(name for seed in rows.machine for name in seed.split("; ") if name)) or "unknown"
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
     most = f"at most {data.sizes.train:,}" if data.sizes.train else "all"
     return {

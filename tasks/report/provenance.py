@@ -27,7 +27,8 @@ def provenance(results: Results) -> dict[str, str]:
         else "The base model as it is."
     )
     precision = "All in mixed precision (bf16)." if trainer.precision else ""
-    processes = f"In {trainer.processes} processes, if the method can share it." if trainer.processes > 1 else ""
+    shared = f"In {trainer.processes} processes, where a method can share its training."
+    processes = shared if trainer.processes > 1 else ""
     ways = " ".join(filter(None, (precision, processes)))
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "

@@ -332,7 +332,7 @@ class _RuleTrainer(Trainer):
     def _mean_over_processes(self, values: dict[str, float]) -> dict[str, float]:
         if self.args.world_size == 1:
             return values
-        together = torch.tensor([*values.values()], device=self.args.device)
+        together = torch.tensor([*values.values()], dtype=torch.float64, device=self.args.device)
         return dict(zip(values, self.accelerator.reduce(together, "mean").tolist(), strict=True))
 
 

@@ -66,6 +66,7 @@ def test_two_processes_learn_what_one_learns(workspace: Path, plain: Trained) ->
     assert [point["step"] for point in joined] == [point["step"] for point in curve]
     for name in ("loss", "task_loss"):
         means = [point[name] for point in curve if name in point]
+        assert means
         assert [point[name] for point in joined if name in point] == pytest.approx(means, rel=1e-3)
 
 
