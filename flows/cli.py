@@ -239,9 +239,9 @@ def run(
         seed = os.environ.get(SEED_FOLDER)
         _print_comparison(nothing_to_do.COMPARISON, seed)
         print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
-        place = f"{seed}/" if seed else ""
-        models = f"The models are in {place}models/finetuned/."
-        print(f"See {place}reports/comparison.html. `eckart ui` shows the runs. {models}")
+        place = Path(seed or "")
+        print(f"See {place / 'reports/comparison.html'}. `eckart ui` shows the runs.")
+        print(f"The models are in {place / 'models/finetuned'}/.")
 
 
 def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:

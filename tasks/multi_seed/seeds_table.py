@@ -339,7 +339,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     metric = METRICS[data.metric]
     retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
-    machines = "; ".join(dict.fromkeys(name for seed in rows.machine for name in seed.split("; ") if name)) or "unknown"
+    machines = dict.fromkeys(name for names in rows.machine.unique() for name in names.split("; ") if name)
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
     most = f"at most {data.sizes.train:,}" if data.sizes.train else "all"
     return {
@@ -360,7 +360,8 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Recovery": "; ".join(_recoveries(params)) + ".",
         "Seconds": "search, factorization and fine-tuning of one candidate; others may run at the same time. Not "
         "included: the original model and the calibration statistics, which all candidates share.",
-        "Machine": f"{machines}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
+        "Machine": f"{'; '.join(machines) or 'unknown'}; "
+        f"{counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
 
 
