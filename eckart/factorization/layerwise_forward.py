@@ -31,6 +31,8 @@ from eckart.factorization.error_compensation import DenseModules
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target
 
+_EXCLUDE = "exclude it"
+
 
 class BlockCall(NamedTuple):
     """Arguments of a transformer layer for one batch, and the hidden states that it should return.
@@ -140,13 +142,10 @@ class LayerwiseForward:
         """
         first = group[0]
         collector = Collector(self._model, group, frozenset({"inputs"}))
-        for number, batch in enumerate(self._batches):
+        dense_inputs = self._advance_dense(first.name) if self._dense else [None] * len(self._batches)
+        for batch, forward, inputs in zip(self._batches, self._forwards, dense_inputs, strict=True):
             collector.start(batch)
-            dense_inputs = None
-            if self._dense:
-                with self._dense.back():
-                    dense_inputs = self._dense_forwards[number].advance_to(first.name)
-            collector.add_inputs(first, self._forwards[number].advance_to(first.name), dense_inputs)
+            collector.add_inputs(first, forward.advance_to(first.name), inputs)
         self._undo.pop(first.name)()
         return collector.finish()
 
@@ -156,16 +155,24 @@ class LayerwiseForward:
         Raises:
             ValueError: a batch does not run the layer's targets within one call of the layer.
         """
-        assert self._dense
         advice = "its blocks cannot be refined: exclude its targets, or write refine: null"
-        calls = []
-        for number, batch in enumerate(self._batches):
-            with self._dense.back():
-                wanted = self._dense_forwards[number].advance_to(block, advice)
-            args, kwargs = self._forwards[number].advance_to(block, advice)
-            calls.append(BlockCall(args, kwargs, wanted, batch))
+        wanted = self._advance_dense(block, advice)
+        calls = [forward.advance_to(block, advice) for forward in self._forwards]
         self._undo.pop(block)()
-        return calls
+        return [
+            BlockCall(args, kwargs, outputs, batch)
+            for (args, kwargs), outputs, batch in zip(calls, wanted, self._batches, strict=True)
+        ]
+
+    def _advance_dense(self, name: str, advice: str = _EXCLUDE) -> list[Any]:
+        """Run the original model's forwards to the module `name`, and return what each pause tells.
+
+        All run before the compressed model's, since the modules take long to exchange. The paused forwards hold what
+        they tell anyway.
+        """
+        assert self._dense
+        with self._dense.back():
+            return [forward.advance_to(name, advice) for forward in self._dense_forwards]
 
     def end(self) -> None:
         """Abandon all paused forwards where they are, and take back the changes to modules that made them pause."""
@@ -192,7 +199,7 @@ class _Forward(greenlet):
         self.dense = dense
 
     @torch.no_grad()
-    def advance_to(self, name: str, advice: str = "exclude it") -> Any:
+    def advance_to(self, name: str, advice: str = _EXCLUDE) -> Any:
         """Run to the next pause, which must be at the module `name`, and return what the pause tells.
 
         Raises:

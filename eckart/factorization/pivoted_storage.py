@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eckart.factorization.weighted_svd import fast_device
 from eckart.factorization.weightings import exact_dtype
 from eckart.model.layers import low_rank_layers, matrix_of, pivoted_like, replace, tied_heads
 
@@ -66,7 +67,8 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Ŵ[P] `(r, in)`, D `(out − r, r)`, and for each row of Ŵ its position in [Ŵ[P]; D Ŵ[P]], `(out,)`.
     """
-    left, right = left.to(exact_dtype(left)), right.to(exact_dtype(right))
+    home, device = left.device, fast_device(left)
+    left, right = (factor.to(device, exact_dtype(factor)) for factor in (left, right))
     weight = left @ right
     norms = weight.norm(dim=1)
     lengths = torch.where(norms > 0, norms, torch.ones_like(norms))
@@ -75,7 +77,7 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_other[chosen] = False
     others = is_other.nonzero().squeeze(1)
     scaled = coefficients[others] * norms[others].unsqueeze(1) / lengths[chosen]
-    return weight[chosen], scaled, torch.cat([chosen, others]).argsort()
+    return weight[chosen].to(home), scaled.to(home), torch.cat([chosen, others]).argsort().to(home)
 
 
 def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,7 @@ def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
         chosen[column] = row
         change = coefficients[row].clone()
         change[column] -= 1
-        coefficients = coefficients - torch.outer(coefficients[:, column] / coefficients[row, column], change)
+        coefficients.addr_(coefficients[:, column] / coefficients[row, column], change, alpha=-1)
     return chosen, _coefficients(basis, chosen)
 
 

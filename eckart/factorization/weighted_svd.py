@@ -70,13 +70,18 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
 
 
 def accelerated(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, ErrorNorm]:
-    """Return a weight and the norm of its errors on one device: a GPU, if there is one and the weight is on the CPU.
+    """Return a weight and the norm of its errors on one device, the weight's `fast_device`."""
+    device = fast_device(weight)
+    left, right = (None if side is None else side.to(device) for side in (norm.left, norm.right))
+    return weight.to(device), ErrorNorm(left=left, right=right)
+
+
+def fast_device(matrix: Tensor) -> torch.device:
+    """Return the device to decompose a matrix on: a GPU, if there is one and the matrix is on the CPU.
 
     There an eigendecomposition takes a hundredth of the time.
     """
-    device = torch.device("cuda") if weight.is_cpu and torch.cuda.is_available() else weight.device
-    left, right = (None if side is None else side.to(device) for side in (norm.left, norm.right))
-    return weight.to(device), ErrorNorm(left=left, right=right)
+    return torch.device("cuda") if matrix.is_cpu and torch.cuda.is_available() else matrix.device
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
