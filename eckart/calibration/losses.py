@@ -253,9 +253,24 @@ def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
         logits: `(batch, tokens, classes)`.
         labels: `(batch, tokens)`.
     """
-    losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counts = (labels != IGNORED).sum(1).clamp(min=1)
-    return (losses.view_as(labels).sum(1) / counts).sum()
+    return (token_losses(logits, labels).sum(1) / counts).sum()
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each token `(batch, tokens)`, in float32 or better; 0 where it has no label.
+
+    Args:
+        logits: `(batch, tokens, classes)`.
+        labels: `(batch, tokens)`.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    # by example: with the classes in the second dimension of all, a large vocabulary takes ten times as long
+    losses = [
+        cross_entropy(row.to(exact), of_row, ignore_index=IGNORED, reduction="none")
+        for row, of_row in zip(logits, labels, strict=True)
+    ]
+    return torch.stack(losses)
 
 
 def span_loss(model: Model, batch: Batch) -> Tensor:

@@ -24,12 +24,11 @@ import pandas as pd
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import IGNORED, Batch, Predictions
+from eckart.calibration.losses import IGNORED, Batch, Predictions, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest
@@ -156,7 +155,7 @@ class LanguageModeling(NlpTask):
             data,
             default_data_collator,
             batch,
-            lambda outputs, inputs: (_token_losses(outputs["logits"], inputs["labels"]),),
+            lambda outputs, inputs: (_following(outputs["logits"], inputs["labels"]),),
         )
         rows = self._rows(losses.astype(np.float64), data["labels"])
         loss = float(np.average(rows["loss"], weights=_weights(rows)))
@@ -214,7 +213,7 @@ class LanguageModeling(NlpTask):
             labels = pad_sequence([block for _, block in part], batch_first=True, padding_value=IGNORED)
             labels = labels.to(place(model))
             outputs = model(input_ids=labels.clamp(min=0), attention_mask=(labels != IGNORED).long())
-            losses = _token_losses(outputs["logits"], labels).double().sum(1).tolist()
+            losses = _following(outputs["logits"], labels).double().sum(1).tolist()
             for (row, block), loss in zip(part, losses, strict=True):
                 sums[row] += loss
                 counts[row] += len(block) - 1
@@ -312,6 +311,6 @@ def _documents(rows: Sequence[str], tokenizer: Tokenizer, separator: str) -> Ite
             yield np.array(ids, np.int64)
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def _following(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each token except the first, given the tokens before it, `(batch, tokens - 1)`."""
-    return cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+    return token_losses(logits[:, :-1], labels[:, 1:])

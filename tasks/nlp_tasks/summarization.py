@@ -22,12 +22,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
@@ -175,5 +174,4 @@ def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     Both are `(batch, tokens)`. The loss is 0 at padding.
     """
     labels = batch["labels"]
-    losses = cross_entropy(outputs["logits"].mT.float(), labels, ignore_index=IGNORED, reduction="none")
-    return losses, labels
+    return token_losses(outputs["logits"], labels), labels

@@ -17,10 +17,9 @@ import pandas as pd
 import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, sum_of_means, token_loss
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
@@ -219,8 +218,7 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
         labels: `(rows, tokens)`.
     """
     predicted, true = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
-    losses = cross_entropy(predicted.mT, true, ignore_index=IGNORED, reduction="none")
-    return float((losses.sum(1) / (true != IGNORED).sum(1).clamp(min=1)).mean())
+    return float(sum_of_means(predicted, true)) / len(true)
 
 
 def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
