@@ -307,7 +307,7 @@ def compress(
             no more than this number. The search is a bisection, so it assumes that a smaller keep lowers the score.
         score: function that measures a model (in eval mode) on held-out data, not the test data; higher is better.
         include, exclude: shell patterns for the names of the linear layers to compress, such as `*.attention.*`.
-        embeddings: whether to compress embeddings, too.
+        embeddings: whether to compress embeddings of words, too. Those of positions and types stay dense.
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
         experts: whether to compress a mixture's experts whose weights share one tensor. Experts that no token of
             `batches` reaches stay dense.

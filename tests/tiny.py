@@ -26,6 +26,7 @@ from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, replace, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.mamba import MambaConfig, MambaForSequenceClassification
+from eckart.model.probing import NO_WORDS
 from eckart.model.targets import Target, find_targets, weight_of
 
 Sample = tuple[Tensor, int]
@@ -283,14 +284,14 @@ MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "s
 MAMBA |= {"num_labels": LABELS, "pad_token_id": PAD}
 ARCHITECTURES = {
     # 6 in each layer, and the pooler
-    "bert": Architecture("classification", bert, 13, {HEAD: 1}, 3),
-    # also the head, word and token type embeddings; position embeddings are not, since all examples have the same
-    "bert-everything": Architecture("classification", bert, 16, {NOT_OF_EXAMPLES: 1}, everything=True),
+    "bert": Architecture("classification", bert, 13, {HEAD: 1}, 2),
+    # also the head and the embeddings of words; those of positions and token types are not
+    "bert-everything": Architecture("classification", bert, 15, {NO_WORDS: 2}, everything=True),
     # 11 in each layer (3 of bottlenecks, 4 of attention, 2 of each of two feed-forward networks), 1 of the embeddings
-    "mobilebert": Architecture("classification", mobilebert, 23, {HEAD: 1}, 3),
+    "mobilebert": Architecture("classification", mobilebert, 23, {HEAD: 1}, 2),
     # 6 in each layer; the head is two linear layers
     "roberta": Architecture(
-        "classification", of("RobertaForSequenceClassification", **LAYERS, **LENGTH), 12, {HEAD: 2}, 5
+        "classification", of("RobertaForSequenceClassification", **LAYERS, **LENGTH), 12, {HEAD: 2}, 3
     ),
     # query and key also read the embeddings of relative positions, which belong to no example: 4 are left in each layer
     "deberta-v3": Architecture(
@@ -301,7 +302,7 @@ ARCHITECTURES = {
         3,
     ),
     # 6 in the one layer that runs 3 times, the linear layer before it, and the pooler
-    "albert": Architecture("classification", albert, 8, {HEAD: 1}, 3),
+    "albert": Architecture("classification", albert, 8, {HEAD: 1}, 2),
     # 4 in each layer: query, key and value are one Conv1D
     "gpt2": Architecture("classification", gpt2, 8, {HEAD: 1}, 2),
     # 7 in each layer; the head is tied to the embedding

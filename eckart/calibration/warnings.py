@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from eckart.model.targets import Target
 _NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters
 _SCALE = 256.0  # factor of the loss in the test for underflow, so that gradients in float16 do not underflow
 _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
+_PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
 
@@ -58,13 +61,24 @@ def unreached_warning(targets: Iterable[Target], statistics: Statistics) -> str 
 
 
 def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | None:
-    """Return a warning if padding changes the model's output for the first padded example of `batches`.
+    """Return a warning if padding changes the model's output for one of the first four padded examples of `batches`.
 
     For instance, padding on the left changes the output of GPT-2, because GPT-2 counts positions from the first column.
     """
-    example = next(filter(None, map(_padded_example, batches)), None)
-    if example is None:
+    examples = list(islice((example for batch in batches for example in _padded_examples(batch)), _PADDED))
+    changes = [(_change_by_padding(model, example), number) for number, example in enumerate(examples)]
+    change, number = max(changes, default=(0.0, 0))
+    if change <= _TOLERATED[model.dtype in (torch.float32, torch.float64)]:
         return None
+    left = examples[number][ATTENTION][0, 0] == 0 and "position_ids" not in examples[number]
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    on_the_right = "pad on the right, or give position_ids" if positions else "pad on the right"
+    advice = on_the_right if left else "give batches of examples of one length"
+    return f"padding changes the outputs of {type(model).__name__}, by {change:.0%} for one example: {advice}"
+
+
+def _change_by_padding(model: PreTrainedModel, example: Batch) -> float:
+    """Return the relative change of a model's first output by the padding of an example; 0 if there is no telling."""
     mask = example[ATTENTION]
     places = mask[0].nonzero().flatten()
     try:
@@ -73,14 +87,9 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
             alone = _first_output(model(**columns(example, ATTENTION, places)))
         if padded.shape != alone.shape:  # the model has an output for each token
             padded = padded.index_select(1, places)
-        change = _relative_change(padded, alone)
+        return _relative_change(padded, alone)
     except Exception:  # the model does not take this length, or returns nothing to compare
-        return None
-    if change <= _TOLERATED[model.dtype in (torch.float32, torch.float64)]:
-        return None
-    left = mask[0, 0] == 0 and "position_ids" not in example
-    advice = "pad on the right, or give position_ids" if left else "give batches of examples of one length"
-    return f"padding changes the outputs of {type(model).__name__}, by {change:.0%} for one example: {advice}"
+        return 0.0
 
 
 def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], loss: Loss) -> str | None:
@@ -115,14 +124,14 @@ def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Ta
     )
 
 
-def _padded_example(batch: Batch) -> Batch | None:
-    """Return the first example that has padding, as a batch."""
+def _padded_examples(batch: Batch) -> Iterator[Batch]:
+    """Yield each example that has padding, as a batch."""
     mask = batch.get(ATTENTION)
     if mask is None or mask.dim() != 2:
-        return None
+        return
     counts = mask.ne(0).sum(1)
-    padded = ((counts > 0) & (counts < mask.shape[1])).nonzero().flatten()
-    return row_of(batch, int(padded[0])) if len(padded) else None
+    for row in ((counts > 0) & (counts < mask.shape[1])).nonzero().flatten().tolist():
+        yield row_of(batch, row)
 
 
 def _first_output(outputs: Any) -> Tensor:

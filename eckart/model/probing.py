@@ -31,6 +31,7 @@ _NOT_TEXT = ("pixel", "visual", "image")
 """Beginnings of the names of batch entries that do not hold tokens of a text."""
 
 NEVER_RAN = "its forward did not run for the batch"
+NO_WORDS = "it looks up no words, but positions, types or the like, which calibration data may lack"
 _ENOUGH = 256  # tokens of a probe's examples: they tell as much as 2,048, and two of 8 experts get some of them
 
 
@@ -123,6 +124,7 @@ class Probe:
         self.order = list(self._inputs)
         self._counts = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}
         self._masks = {mask: batch[mask] for mask in masks_of(batch)}
+        self._words = [values.flatten() for name, values in batch.items() if name.endswith("input_ids")]
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
     def _run(self, batch: Mapping[str, Tensor], visit: Callable[[str, Tensor], object]) -> None:
@@ -196,7 +198,12 @@ class Probe:
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
             return "it reads a nested tensor, to which no mask of the batch fits"
+        if is_embedding(self._layers[name]) and not all(map(self._holds_words, self._inputs[name])):
+            return NO_WORDS
         return self._not_linear.get(name)
+
+    def _holds_words(self, ids: Tensor) -> bool:
+        return any(torch.equal(ids.flatten(), words.to(ids)) for words in self._words)
 
     def mixes_examples(self, name: str) -> str | None:
         """Return why the layer's input vectors cannot be assigned to examples and tokens; None if they can."""

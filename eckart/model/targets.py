@@ -164,7 +164,7 @@ def find_targets(
             `decoder_attention_mask`, unless its decoder reads the encoder's tokens.
         include, exclude: shell patterns for module names, such as `*.attention.*`.
         heads: whether heads may be targets.
-        embeddings: whether embeddings may be targets.
+        embeddings: whether embeddings of words may be targets.
         unsampled: whether a layer may be a target if its input vectors belong to no example. Such a layer has no
             statistics.
         tied: whether an embedding and the head that shares its weight may be a target, together.

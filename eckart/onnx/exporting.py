@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -84,9 +84,10 @@ def export(
 
     The graph of a causal language model also has its cache as inputs `past_key_values.N.key` and `.value`, `(batch,
     heads, past, size)`, and as outputs `present.N.key` and `.value`, `(batch, heads, past + tokens, size)`. past is 0
-    before the first token. Its `attention_mask` is `(batch, past + tokens)`; examples may be padded on either side. The
-    optional input `num_logits_to_keep` is the number of last tokens to compute logits for; 0: all tokens. A cache of
-    another kind (a recurrent state) is not exported, and then this input does not exist either.
+    before the first token, and counts all tokens, also in layers that attend to a sliding window. Its `attention_mask`
+    is `(batch, past + tokens)`; examples may be padded on either side. The optional input `num_logits_to_keep` is the
+    number of last tokens to compute logits for; 0: all tokens. A cache of another kind (a recurrent state) is not
+    exported, and then this input does not exist either.
 
     The model is put into eval mode. `file` is written or replaced only at the end, after a check: for random texts of
     several lengths and for `batches`, onnxruntime must give the same outputs as torch, except on padding. Weights above
@@ -94,8 +95,8 @@ def export(
 
     Args:
         model: in float32, with a head that returns logits.
-        batches: further inputs for the comparison, each `(batch, tokens)`; entries that the graph does not read are
-            ignored.
+        batches: further inputs for the comparison, each `(batch, tokens)`. Entries that the graph does not read must
+            not change the outputs.
         int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
         calibration: typical inputs for the quantization; if empty, random texts.
 
@@ -129,11 +130,21 @@ def export_files(
         raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()
     texts = list(_random_texts(model, tokenizer))
-    compared, sample = [*texts, *batches], _with_cache(model, texts[0])
+    try:
+        sample = _with_cache(model, texts[0])
+        with torch.no_grad():
+            outputs = list(_outputs(model, sample))
+    except Exception as error:  # the type of the error depends on the model
+        raise ExportError(f"a {type(model).__name__} does not run on texts (batch, tokens) alone: {error}") from error
+    if not outputs:
+        raise ExportError(
+            f"a {type(model).__name__} returns no logits: load it with the head of a task, or without any"
+        )
+    compared = [*texts, *batches]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     exact, *others = files
-    parameters = _write(model, sample, exact)
+    parameters = _write(model, sample, outputs, exact)
     differences = [_compare(model, exact, sample, compared)]
     for rounded in others:
         from eckart.onnx.int8 import quantize  # needs the extra
@@ -217,15 +228,26 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     accepted = inspect.signature(model.forward).parameters
     if not (model.can_generate() and "past_key_values" in accepted and "attention_mask" in inputs):
         return dict(inputs)
-    with torch.no_grad():
-        # use_cache is explicit, because training turns it off in the config
-        cache = model(**inputs, use_cache=True).past_key_values
-    if not isinstance(cache, DynamicCache) or not all(type(layer) is DynamicLayer for layer in cache.layers):
+    if not (cache := _cache_after(model, inputs)):
         return dict(inputs)
     past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, PAST).items()}
     mask = inputs["attention_mask"]
     seen = mask.new_ones(len(mask), next(iter(past.values())).shape[2])
     return {**inputs, "attention_mask": torch.cat([seen, mask], 1), **past}
+
+
+@torch.no_grad()
+def _cache_after(model: PreTrainedModel, inputs: Batch) -> DynamicCache | None:
+    """Return the keys and values of all tokens of `inputs`; None if the model keeps something else."""
+    # use_cache is explicit, because training turns it off in the config
+    cache = model(**inputs, use_cache=True).past_key_values
+    kinds = {type(layer) for layer in cache.layers} if isinstance(cache, DynamicCache) else {None}
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return None
+    if DynamicSlidingWindowLayer in kinds:  # it drops tokens, so that layers would have caches of several lengths
+        cache = DynamicCache()
+        model(**inputs, past_key_values=cache, use_cache=True)
+    return cache
 
 
 def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
@@ -242,16 +264,10 @@ def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         yield {name: values.to(model.device) for name, values in inputs.items() if name in accepted}
 
 
-def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
+def _write(model: PreTrainedModel, sample: Batch, outputs: Sequence[str], file: Path) -> int:
     """Write the graph that `model` runs for `sample`, and return the number of floating-point numbers in it."""
     from eckart.onnx import graph_edits  # needs the extra
 
-    with torch.no_grad():
-        outputs = list(_outputs(model, sample))
-    if not outputs:
-        raise ExportError(
-            f"a {type(model).__name__} returns no logits: load it with the head of a task, or without any"
-        )
     with quiet(), _eager_attention(model) as eager, torch.no_grad():  # tracing is slower with gradients
         try:
             program = torch.onnx.export(
@@ -355,6 +371,7 @@ def _compare(
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
             expected = _outputs(model, inputs)
+        _check_unread(model, batch, inputs, expected)
         with explained():
             actual = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
         for name, values in expected.items():
@@ -377,6 +394,23 @@ def _compare(
                 raise ExportError(f"onnxruntime predicts other classes than torch: {file.name} was not written")
         examples += len(values)
     return examples, largest
+
+
+def _check_unread(model: PreTrainedModel, batch: Batch, inputs: Batch, expected: Batch) -> None:
+    """Raise ExportError if entries of `batch` that are not among `inputs` change their outputs `expected`."""
+    accepted = inspect.signature(model.forward).parameters
+    unread = {name: batch[name].to(model.device) for name in batch if name in accepted and name not in inputs}
+    if not unread:
+        return
+    with torch.no_grad():
+        outputs = _outputs(model, {**inputs, **unread})
+    for name, values in expected.items():
+        given, wanted = _compared(name, outputs[name].cpu(), values.cpu(), inputs)
+        if float((given - wanted).abs().max()) > TOLERANCE * max(1.0, float(wanted.abs().max())):
+            raise ExportError(
+                f"{', '.join(unread)} would change the outputs, but the graph reads only what the tokenizer returns "
+                f"({', '.join(inputs)}): run the model in torch itself"
+            )
 
 
 def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from eckart.calibration.losses import Batch
 KEPT = "num_logits_to_keep"
 """Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
 
-OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "sentence_embedding")
+OUTPUTS = ("logits", "start_logits", "end_logits", "text_embeds", "last_hidden_state", "sentence_embedding")
 """Names of the outputs that a model's head may have, or a model without a head."""
 
 PAST, PRESENT = "past_key_values.", "present."

@@ -400,7 +400,7 @@ class TargetPatterns(Section):
     exclude: tuple[str, ...] = Field((), description='names of the layers to leave dense, such as "*pooler*"')
     heads: bool = Field(False, description="also factorize the head")
     embeddings: bool = Field(
-        False, description="also factorize embeddings, except those that share their weight with a head"
+        False, description="also factorize embeddings of words, except those that share their weight with a head"
     )
     tied: bool = Field(False, description="also factorize an embedding and the head that shares its weight, together")
     experts: bool = Field(

@@ -463,6 +463,9 @@ def test_padding_that_changes_outputs_gives_a_warning() -> None:
     left = tiny.batches(tiny.samples(12), 4, side="left")
     untold = [{name: values for name, values in batch.items() if name != "position_ids"} for batch in left]
     assert "padding" in warned(tiny.gpt2(), untold)
+    right, other = (tiny.collate(tiny.samples(1, 3, 5), length=9, side=side) for side in ("right", "left"))
+    mixed = {name: torch.cat([right[name], other[name]]) for name in untold[0]}
+    assert "padding" in warned(tiny.gpt2(), [mixed])  # also if the first padded example does not show it
     assert "padding" not in warned(tiny.gpt2(), left)
     assert "padding" not in warned(tiny.gpt2(), BATCHES)
     assert "padding" not in warned(tiny.llama(), untold)

@@ -13,7 +13,7 @@ from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Inputs, Plain, weigh
 from eckart.model.layers import factorize_target
-from eckart.model.probing import columns, is_embedding, is_linear
+from eckart.model.probing import NO_WORDS, columns, is_embedding, is_linear
 from eckart.model.targets import Targets, find_targets, weight_of
 from tests import tiny
 
@@ -423,6 +423,14 @@ def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])}
     result = find_targets(model, batch)
     assert {target.mask for target in result.targets} == {"attention_mask"}
+
+
+def test_only_embeddings_of_words_are_targets():
+    """RoBERTa computes positions for each text. A text may be longer than those that calibrate."""
+    model = tiny.of("RobertaForSequenceClassification", **tiny.LAYERS, max_position_embeddings=64)()
+    result = found(model, embeddings=True)
+    assert [target.name for target in result.targets if target.looks_up] == ["roberta.embeddings.word_embeddings"]
+    assert result.excluded["roberta.embeddings.position_embeddings"] == NO_WORDS
 
 
 class TestModulesThatMustNotBeReplaced:

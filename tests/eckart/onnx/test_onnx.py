@@ -97,6 +97,13 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A compressed language model whose tokens attend to the last three tokens, and its file."""
+    mistral = tiny.of("MistralForCausalLM", **tiny.GROUPED, sliding_window=3)
+    return exported(compress(shallow(mistral)), tmp_path_factory.mktemp("mistral") / "m.onnx")
+
+
+@pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A compressed language model with an embedding of positions, and its file. Some components have large factors."""
     model = with_large_components(compress(gpt2_that_writes(), "rows"))
@@ -308,9 +315,9 @@ def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) 
     return torch.cat(actual, 1), sum(values.numel() for values in past.values())
 
 
-@pytest.mark.parametrize("name", ["decoder", "gpt2"])
+@pytest.mark.parametrize("name", ["decoder", "sliding", "gpt2"])
 def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, request: pytest.FixtureRequest) -> None:
-    """For keys that are rotated by their positions, and for an embedding of these."""
+    """For keys that are rotated by their positions, also beyond a sliding window, and for an embedding of positions."""
     model, file, _ = request.getfixturevalue(name)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     size = model.config.hidden_size // model.config.num_attention_heads
@@ -415,6 +422,7 @@ def t5() -> PreTrainedModel:
         (tiny.ARCHITECTURES["mamba"].build, r"\bMambaForSequenceClassification\b.*in torch"),
         (tiny.of("BertForPreTraining"), r"^a BertForPreTraining "),
         (tiny.of("BigBirdForMaskedLM", **tiny.LAYERS), r"\bBigBirdForMaskedLM\b.*attention_type"),
+        (tiny.of("BertForMultipleChoice", **tiny.LAYERS), r"\bBertForMultipleChoice\b.*texts"),
     ],
     ids=[
         "encoder and decoder",
@@ -422,6 +430,7 @@ def t5() -> PreTrainedModel:
         "loop that takes minutes to trace",
         "two heads of other names",
         "sparse attention",
+        "several texts in an example",
     ],
 )
 def test_models_that_cannot_be_exported_are_refused(
@@ -431,6 +440,24 @@ def test_models_that_cannot_be_exported_are_refused(
         export(make(), tiny.words(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
+
+
+def test_inputs_that_the_tokenizer_does_not_return_are_refused_if_they_matter(tmp_path: Path) -> None:
+    """LayoutLM also reads where on the page words stand."""
+    model, inputs = shallow(tiny.of("LayoutLMForTokenClassification", **tiny.LAYERS, **tiny.LENGTH)), batch(3, 9)
+    file, nowhere = tmp_path / "model.onnx", torch.zeros(3, 9, 4, dtype=torch.long)
+    export(model, tiny.words(), file, [{**inputs, "bbox": nowhere}])
+    with pytest.raises(ExportError, match="bbox"):
+        export(model, tiny.words(), file, [{**inputs, "bbox": nowhere + 5}])
+
+
+def test_an_embedding_of_a_text_is_an_output(tmp_path: Path) -> None:
+    """The projection of CLIP's text model."""
+    model = shallow(tiny.of("CLIPTextModelWithProjection", **tiny.LAYERS, projection_dim=8, eos_token_id=1))
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    inputs = batch(3, 9)
+    expected = model(**inputs).text_embeds
+    torch.testing.assert_close(answers(tmp_path / "model.onnx", "text_embeds", **inputs), expected, rtol=0, atol=1e-5)
 
 
 def test_a_tokenizer_without_padding_is_refused(tmp_path: Path) -> None:
