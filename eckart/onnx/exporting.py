@@ -282,7 +282,8 @@ def _write(model: PreTrainedModel, sample: Batch, outputs: Sequence[str], file: 
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+            lines = str(error.__cause__ or error).strip().splitlines()
+            reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
             raise ExportError(
                 f"torch cannot export a {type(model).__name__}, so only torch itself can run it: {reason}"
             ) from error
