@@ -16,6 +16,8 @@ Batch = Mapping[str, Tensor]
 """Inputs of a model: name → values `(batch, …)`."""
 IGNORED = -100
 """Label of tokens that do not count in any loss."""
+LABELS = frozenset({"labels", "start_positions", "end_positions"})
+"""Names of the entries of a batch that only the loss reads."""
 _NEVER = -1e4  # logit of an impossible prediction; finite, so that the KL divergence of two such logits is 0
 
 Model = Callable[..., Any]

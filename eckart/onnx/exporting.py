@@ -24,7 +24,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.calibration.embeddings import Pooling, embeddings
-from eckart.calibration.losses import Batch
+from eckart.calibration.losses import LABELS, Batch
 from eckart.onnx.running import (
     KEPT,
     OUTPUTS,
@@ -399,8 +399,8 @@ def _compare(
 
 def _check_unread(model: PreTrainedModel, batch: Batch, inputs: Batch, expected: Batch) -> None:
     """Raise ExportError if entries of `batch` that are not among `inputs` change their outputs `expected`."""
-    accepted = inspect.signature(model.forward).parameters
-    unread = {name: batch[name].to(model.device) for name in batch if name in accepted and name not in inputs}
+    read = inspect.signature(model.forward).parameters.keys() - inputs.keys() - LABELS
+    unread = {name: batch[name].to(model.device) for name in batch if name in read}
     if not unread:
         return
     with torch.no_grad():

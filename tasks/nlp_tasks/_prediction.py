@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Batch
+from eckart.calibration.losses import IGNORED, LABELS, Batch
 from tasks.artifacts.errors import StageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """Function that makes a padded batch of tensors from examples."""
 Columns = Mapping[str, Any]
 """Unpadded model inputs: name → list with the value for each example."""
-_LABELS = ("labels", "start_positions", "end_positions")
 
 
 def by_length(data: Columns | Dataset) -> np.ndarray:
@@ -54,7 +53,7 @@ def predict(
         StageError: an output is not finite.
     """
     order, device = by_length(data), place(model.eval())
-    accepted = inspect.signature(model.forward).parameters.keys() - _LABELS
+    accepted = inspect.signature(model.forward).parameters.keys() - LABELS
     parts: list[tuple[np.ndarray, ...]] = []
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
