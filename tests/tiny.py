@@ -256,7 +256,7 @@ class Architecture:
     excluded: Mapping[str, int] = field(default_factory=dict)
     """Reason → number of linear layers that are no targets for this reason."""
     more: int = 0
-    """Number of additional targets if heads and embeddings are included; tied and position embeddings never are."""
+    """Number of additional targets if heads and embeddings are included; the latter only of words, and not tied."""
     everything: bool = False
     """Whether heads and embeddings are included in all tests."""
     rounding: float = 1e-8

@@ -267,7 +267,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         labels: `(batch, tokens)`.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    # by example: with the classes in the second dimension of all, a large vocabulary takes ten times as long
+    # one example at a time: with a large vocabulary, (batch, classes, tokens) takes several times as long
     losses = [
         cross_entropy(row.to(exact), of_row, ignore_index=IGNORED, reduction="none")
         for row, of_row in zip(logits, labels, strict=True)

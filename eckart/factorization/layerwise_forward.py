@@ -167,8 +167,8 @@ class LayerwiseForward:
     def _advance_dense(self, name: str, advice: str = _EXCLUDE) -> list[Any]:
         """Run the original model's forwards to the module `name`, and return what each pause tells.
 
-        All run before the compressed model's, since the modules take long to exchange. The paused forwards hold what
-        they tell anyway.
+        All run before the compressed model's, since the modules take long to exchange. This takes no more memory: a
+        paused forward holds these tensors anyway.
         """
         assert self._dense
         with self._dense.back():

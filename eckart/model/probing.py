@@ -31,7 +31,7 @@ _NOT_TEXT = ("pixel", "visual", "image")
 """Beginnings of the names of batch entries that do not hold tokens of a text."""
 
 NEVER_RAN = "its forward did not run for the batch"
-NO_WORDS = "it looks up no words, but positions, types or the like, which calibration data may lack"
+NO_WORDS = "the ids that it looks up are not the batch's input_ids, but positions, types or the like"
 _ENOUGH = 256  # tokens of a probe's examples: they tell as much as 2,048, and two of 8 experts get some of them
 
 
@@ -198,7 +198,7 @@ class Probe:
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
             return "it reads a nested tensor, to which no mask of the batch fits"
-        if is_embedding(self._layers[name]) and not all(map(self._holds_words, self._inputs[name])):
+        if is_embedding(self._layers[name]) and not any(map(self._holds_words, self._inputs[name])):
             return NO_WORDS
         return self._not_linear.get(name)
 

@@ -157,6 +157,8 @@ def find_targets(
     - the layer is no head (a module outside `model.base_model`), unless `heads` is true,
     - the layer computes x Wᵀ + b, if it is a subclass of Linear.
 
+    An embedding must look up the words of the batch, too. A text may need positions that no calibration text has.
+
     Experts whose weights share one tensor are no linear layers: `unfuse` of eckart/model/experts.py takes them apart.
 
     Args:

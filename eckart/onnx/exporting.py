@@ -80,7 +80,7 @@ def export(
     The outputs are `logits`: `(batch, classes)`, or `(batch, tokens, classes)` for token classification and causal
     language models. For question answering they are `start_logits` and `end_logits`, `(batch, tokens)`. A model without
     a head has `last_hidden_state` `(batch, tokens, width)` and, after `return_embeddings`, `sentence_embedding`
-    `(batch, width)`.
+    `(batch, width)`. CLIP's text model with its projection also has `text_embeds` `(batch, width)`.
 
     The graph of a causal language model also has its cache as inputs `past_key_values.N.key` and `.value`, `(batch,
     heads, past, size)`, and as outputs `present.N.key` and `.value`, `(batch, heads, past + tokens, size)`. past is 0
@@ -96,7 +96,7 @@ def export(
     Args:
         model: in float32, with a head that returns logits.
         batches: further inputs for the comparison, each `(batch, tokens)`. Entries that the graph does not read must
-            not change the outputs.
+            not change the outputs; positions of a language model are never read.
         int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
         calibration: typical inputs for the quantization; if empty, random texts.
 
@@ -129,8 +129,8 @@ def export_files(
     if tokenizer.pad_token is None:
         raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()
-    texts = list(_random_texts(model, tokenizer))
     try:
+        texts = list(_random_texts(model, tokenizer))
         sample = _with_cache(model, texts[0])
         with torch.no_grad():
             outputs = list(_outputs(model, sample))
@@ -282,7 +282,8 @@ def _write(model: PreTrainedModel, sample: Batch, outputs: Sequence[str], file: 
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            lines = str(error.__cause__ or error).strip().splitlines()
+            cause = error.__cause__ or error
+            lines = str(cause).strip().splitlines() or [type(cause).__name__]
             reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
             raise ExportError(
                 f"torch cannot export a {type(model).__name__}, so only torch itself can run it: {reason}"
@@ -403,11 +404,14 @@ def _check_unread(model: PreTrainedModel, batch: Batch, inputs: Batch, expected:
     unread = {name: batch[name].to(model.device) for name in batch if name in read}
     if not unread:
         return
-    with torch.no_grad():
-        outputs = _outputs(model, {**inputs, **unread})
+    try:
+        with torch.no_grad():
+            outputs = _outputs(model, {**inputs, **unread})
+    except Exception as error:  # the type of the error depends on the model
+        raise ExportError(f"a {type(model).__name__} does not run with {', '.join(unread)}: {error}") from error
     for name, values in expected.items():
         given, wanted = _compared(name, outputs[name].cpu(), values.cpu(), inputs)
-        if float((given - wanted).abs().max()) > TOLERANCE * max(1.0, float(wanted.abs().max())):
+        if not float((given - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max())):
             raise ExportError(
                 f"{', '.join(unread)} would change the outputs, but the graph reads only what the tokenizer returns "
                 f"({', '.join(inputs)}): run the model in torch itself"

@@ -98,9 +98,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def sliding(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A compressed language model whose tokens attend to the last three tokens, and its file."""
-    mistral = tiny.of("MistralForCausalLM", **tiny.GROUPED, sliding_window=3)
-    return exported(compress(shallow(mistral)), tmp_path_factory.mktemp("mistral") / "m.onnx")
+    """A compressed language model in whose second layer tokens attend to the last three tokens, and its file."""
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    qwen = tiny.of("Qwen2ForCausalLM", **tiny.GROUPED, **window)
+    return exported(compress(qwen()), tmp_path_factory.mktemp("qwen") / "m.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +328,7 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, reque
         actual, kept = token_by_token(file, inputs, prompt)
         real = inputs["attention_mask"] == 1
         torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
-        assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
+        assert kept == 2 * 3 * heads * 9 * size * model.config.num_hidden_layers  # keys and values
 
 
 def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: Case) -> None:
@@ -456,6 +457,7 @@ def test_an_embedding_of_a_text_is_an_output(tmp_path: Path) -> None:
     model = shallow(tiny.of("CLIPTextModelWithProjection", **tiny.LAYERS, projection_dim=8, eos_token_id=1))
     export(model, tiny.words(), tmp_path / "model.onnx")
     inputs = batch(3, 9)
+    inputs["input_ids"][range(3), inputs["attention_mask"].sum(1) - 1] = 1  # the token whose state is projected
     expected = model(**inputs).text_embeds
     torch.testing.assert_close(answers(tmp_path / "model.onnx", "text_embeds", **inputs), expected, rtol=0, atol=1e-5)
 
