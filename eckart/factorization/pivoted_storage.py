@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.factorization.weighted_svd import fast_device
-from eckart.factorization.weightings import exact_dtype
+from eckart.factorization.weightings import exact_dtype, fast_device
 from eckart.model.layers import low_rank_layers, matrix_of, pivoted_like, replace, tied_heads
 
 _LARGEST = 1.05  # largest coefficient of a direction; the closer to 1, the more pivots have to be exchanged

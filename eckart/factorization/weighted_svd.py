@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
+from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype, fast_device
 
 _FLOOR = 1e-12  # lower bound of a side's eigenvalues and variances ÷ the largest of each; higher in float32 (see _root)
 _WIDE = 1024  # features from which a side's root is a Cholesky factor: for fewer, that saves no time worth other bits
@@ -74,14 +74,6 @@ def accelerated(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, ErrorNorm]:
     device = fast_device(weight)
     left, right = (None if side is None else side.to(device) for side in (norm.left, norm.right))
     return weight.to(device), ErrorNorm(left=left, right=right)
-
-
-def fast_device(matrix: Tensor) -> torch.device:
-    """Return the device to decompose a matrix on: a GPU, if there is one and the matrix is on the CPU.
-
-    There an eigendecomposition takes a hundredth of the time.
-    """
-    return torch.device("cuda") if matrix.is_cpu and torch.cuda.is_available() else matrix.device
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
