@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import (
     IGNORED,
+    LABELS,
     Batch,
     Loss,
     Objective,
@@ -39,7 +40,7 @@ from eckart.calibration.losses import (
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import masks_of
 
-_SPAN_LABELS, _SPAN_LOGITS = {"start_positions", "end_positions"}, {"start_logits", "end_logits"}
+_SPAN_LABELS, _SPAN_LOGITS = LABELS - {"labels"}, {"start_logits", "end_logits"}
 _EXAMPLES = 4  # maximum number of examples whose loss is computed together and alone
 
 
