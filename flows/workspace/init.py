@@ -148,28 +148,7 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
     if base and Path(base).exists():
         base = str(_bring(Path(base), BASE, draft, folder))
     source = str(_bring(options.data, RAW, draft, folder)) if options.data else _own_data(present)
-    changes: dict[str, Any] = {}
-    head = ""
-    if base or source:
-        step("loading torch and transformers")
-        from flows.workspace import params_from_data  # slow: it imports both
-    if base:
-        step(f"reading the config and tokenizer of {options.base}")
-        changes["model"] = {"base": base} | ({"new": None} if present["model"]["new"] else {})
-        with chdir(draft):
-            params_from_data.read_base(base)
-    if source:
-        if not (base or present["model"]["base"]):
-            raise InitError(f"{PARAMS} describes a new model, which no data are needed for: name a model with --base")
-        data = _completed(options, present)
-        step(f"reading {options.data or source}")
-        with chdir(draft):
-            decided, head = params_from_data.of_data(
-                source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
-            )
-        changes |= decided
-    elif options.text or options.text_pair or options.label or options.task:
-        raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
+    changes, head = _adapted(draft, options, present, base, source, step)
     if again:
         changes = _amending(changes, options, present, default)
     elif changes:
@@ -181,6 +160,43 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
     if new:
         yaml_edit.update(changes, draft / PARAMS)
     return Filled(new, before, head)
+
+
+def _adapted(
+    draft: Path,
+    options: InitOptions,
+    present: Mapping[str, Any],
+    base: str | None,
+    source: str | None,
+    step: Callable[[str], None],
+) -> tuple[dict[str, Any], str]:
+    """Return the parameters that follow from the user's model and data, and what happens to the model's head.
+
+    Args:
+        base, source: the model and the data, relative to the draft; None: the user gave none.
+    """
+    changes: dict[str, Any] = {}
+    if base or source:
+        step("loading torch and transformers")
+        from flows.workspace import params_from_data  # slow: it imports both
+    if base:
+        step(f"reading the config and tokenizer of {options.base}")
+        changes["model"] = {"base": base} | ({"new": None} if present["model"]["new"] else {})
+        with chdir(draft):
+            params_from_data.read_base(base)
+    if not source:
+        if options.text or options.text_pair or options.label or options.task:
+            raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
+        return changes, ""
+    if not (base or present["model"]["base"]):
+        raise InitError(f"{PARAMS} describes a new model, which no data are needed for: name a model with --base")
+    data = _completed(options, present)
+    step(f"reading {options.data or source}")
+    with chdir(draft):
+        decided, head = params_from_data.of_data(
+            source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
+        )
+    return changes | decided, head
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:

@@ -180,21 +180,33 @@ def _task_mistakes(task: TaskName, typed: Mapping[str, Any], data: Mapping[str, 
     for key, meaning in kind.required_options.items():
         if key in data and data[key] is None:
             yield f"data.{key}: is null; write {meaning}"
-    if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
-        yield f"evaluate.zero_shot: is only for language models, and data.task is {task}; write []"
-    if not kind.running_text and typed["evaluate"] and typed["evaluate"].texts:
-        yield f"evaluate.texts: is only for language models, and data.task is {task}; write {{}}"
-    if not kind.numeric_labels and typed["check"] and typed["check"].label_range:
+    yield from _mistakes_of_other_sections(task, typed)
+
+
+def _mistakes_of_other_sections(task: TaskName, typed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each value in a section other than data that does not fit the task."""
+    kind = task_class(task)
+    evaluate, check, importance = typed["evaluate"], typed["check"], typed["importance"]
+    if not kind.running_text and evaluate:
+        for key, given, none in (("zero_shot", evaluate.zero_shot, "[]"), ("texts", evaluate.texts, "{}")):
+            if given:
+                yield f"evaluate.{key}: is only for language models, and data.task is {task}; write {none}"
+    if not kind.numeric_labels and check and check.label_range:
         yield f"check.label_range: is only for labels that are numbers, and data.task is {task}; write null"
-    labels = typed["importance"] and typed["importance"].labels
-    if labels and labels not in kind.calibration_labels:
+    if importance and importance.labels not in kind.calibration_labels:
+        labels = importance.labels
         owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
         yield f"importance.labels: {labels} is only for {' and '.join(owners)}; write {kind.calibration_labels[0]}"
     if kind.from_original:
-        if typed["teacher"] and typed["teacher"].epochs:
-            yield f"teacher.epochs: must be 0, since {task} compresses the base model as it is"
-        if typed["model"] and typed["model"].new:
-            yield f"model.new: {task} compresses a base model; write null, and a model for model.base"
+        yield from _changed_originals(task, typed["teacher"], typed["model"])
+
+
+def _changed_originals(task: TaskName, teacher: Any, model: Any) -> Iterator[str]:
+    """Yield a line for each way in which the original model would not be the base model, which the task compresses."""
+    if teacher and teacher.epochs:
+        yield f"teacher.epochs: must be 0, since {task} compresses the base model as it is"
+    if model and model.new:
+        yield f"model.new: {task} compresses a base model; write null, and a model for model.base"
 
 
 def _text_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
