@@ -203,6 +203,8 @@ class EckartQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
         model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
+        if self.quantization_config.quantization is None:  # another method makes tensors of its own
+            _check_loaded(model)
         _complete_biases(model)
         describe(model)  # the layers that this model has, which are others than the folder's if it has another head
         self.quantization_config = getattr(model.config, "quantization_config", self.quantization_config)
@@ -346,28 +348,52 @@ def _complete_biases(model: PreTrainedModel) -> None:
             nn.init.zeros_(head.get_parameter("bias"))
 
 
+def _check_loaded(model: PreTrainedModel) -> None:
+    """Check that the folder had all weights of the factorized layers; transformers would only log what is missing.
+
+    Raises:
+        ValueError: a weight was not loaded.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LowRankLayer):
+            continue
+        for part, weight in layer.named_parameters():
+            if not (weight.is_meta or getattr(weight, "_is_hf_initialized", False)):
+                raise ValueError(
+                    f"the folder has no {name}.{part}, although its config says that {name} is factorized: save the "
+                    "model again with eckart.save"
+                )
+
+
 def describe(model: PreTrainedModel) -> None:
     """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
     forget_gguf(model)
-    ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
-    if ranks or narrowed or experts:
-        present = getattr(model.config, "quantization_config", None)
-        model.config.quantization_config = EckartConfig(
-            ranks,
-            residual_rows(model),
-            head_counts(model),
-            pivoted(model),
-            tied_heads(model),
-            narrowed,
-            experts,
-            FORMAT,
-            getattr(present, "quantization", None),
-        )
+    if (storage := _storage(model)) is not None:
+        model.config.quantization_config = storage
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # every factorized layer has been merged since it was loaded
         for module in model.modules():
             vars(module).pop("save_pretrained", None)
+
+
+def _storage(model: PreTrainedModel) -> EckartConfig | None:
+    """Return what a config says of the model's layers; None if no layer is factorized, narrowed or an expert's."""
+    ranks, narrowed, experts = factorized(model), narrowed_shapes(model), unfused_experts(model)
+    if not (ranks or narrowed or experts):
+        return None
+    present = getattr(model.config, "quantization_config", None)
+    return EckartConfig(
+        ranks,
+        residual_rows(model),
+        head_counts(model),
+        pivoted(model),
+        tied_heads(model),
+        narrowed,
+        experts,
+        FORMAT,
+        getattr(present, "quantization", None),
+    )
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -390,10 +416,10 @@ class _GuardedSave:
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
-        with _each_layer_by_itself(self._model):
+        with _described(self._model) as compressed, _each_layer_by_itself(self._model):
             type(self._model).save_pretrained(self._model, save_directory, *args, **kwargs)
         file = Path(save_directory) / "config.json"
-        if kwargs.get("is_main_process", True) and file.exists():
+        if compressed and kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
             parts = _parts_of_config(self._model.config).keys() & content.keys()
             for part in parts:  # a class that loads this part alone reads nothing else
@@ -402,6 +428,24 @@ class _GuardedSave:
         if push_to_hub:  # push_to_hub calls this method once more to save the files
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
+
+
+@contextmanager
+def _described(model: PreTrainedModel) -> Iterator[bool]:
+    """Let the config describe the layers that `model` has now while the context lasts; yield whether any is compressed.
+
+    Layers may have been merged since the config was written. Models inside of this one share its config.
+    """
+    config, storage = model.config, _storage(model)
+    before = config.quantization_config
+    if storage is None:
+        del config.quantization_config
+    else:
+        config.quantization_config = storage
+    try:
+        yield storage is not None
+    finally:
+        config.quantization_config = before
 
 
 @contextmanager

@@ -6,10 +6,11 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 from torch.utils._pytree import tree_map
@@ -317,6 +318,7 @@ class _Embedding(LowRankLayer):
     """
 
     reads_ids = True
+    padding_idx = None  # Funnel reads it when it is loaded
 
     @staticmethod
     def _reader(in_features: int, out_features: int) -> nn.Embedding:
@@ -360,9 +362,17 @@ class TiedHead(nn.Module):
         return self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        left, gate = self.embedding.left.weight, self.embedding.gate
-        components = linear(x, left.T)
-        return linear(components if gate is None else components * gate, self.embedding.right.weight, self.bias)
+        left, right, gate = self.embedding.left, self.embedding.right, self.embedding.gate
+        # no hooks run, since the factors' weights are read here, so a device map may have left them anywhere
+        with _in_memory(left), _in_memory(right):
+            components = linear(x, left.weight.to(x.device).T)
+            components = components if gate is None else components * gate
+            return linear(components, right.weight.to(x.device), self.bias)
+
+
+def _in_memory(module: nn.Module) -> AbstractContextManager[None]:
+    """Load the weights of `module` while the context lasts if a device map has offloaded them."""
+    return align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext()  # compiled code has no hooks
 
 
 class HeadRows(LowRankLayer):
@@ -670,9 +680,20 @@ def head_counts(model: nn.Module) -> dict[str, int]:
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
-    """Return the language model heads that use an embedding's factors: name of the head → name of the embedding."""
+    """Return the language model heads that use an embedding's factors: name of the head → name of the embedding.
+
+    Raises:
+        ValueError: the embedding of a head is not in the model.
+    """
     names = {module: name for name, module in model.named_modules()}
-    return {name: names[head.embedding] for head, name in names.items() if isinstance(head, TiedHead)}
+    heads = {name: head for head, name in names.items() if isinstance(head, TiedHead)}
+    for name, head in heads.items():
+        if head.embedding not in names:
+            raise ValueError(
+                f"{name} uses the factors of an embedding that was replaced, as by peft's modules_to_save: merge the "
+                "embedding (eckart.model.layers.merge) before you replace it or its head"
+            )
+    return {name: names[head.embedding] for name, head in heads.items()}
 
 
 def residual_rows(model: nn.Module) -> dict[str, int]:

@@ -207,7 +207,7 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     accepted = inspect.signature(model.forward).parameters
     # positions count from the first real token of each text, as in `generate`
     if model.can_generate() and "attention_mask" in given and "position_ids" in accepted:
-        positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0) + _first_position(model)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
     outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
@@ -215,9 +215,21 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     return logits | (_cached(cache, PRESENT) if cache else {})
 
 
+def _first_position(model: PreTrainedModel) -> int:
+    """Return the position of a text's first token: 0, or that after padding's in models that count as RoBERTa does.
+
+    `generate` gives 0 to all models, but these were trained with positions that their own forward makes.
+    """
+    counting = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
+    return next((int(module.padding_idx) + 1 for module in counting), 0)
+
+
 def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
-    """Return the keys and values of each layer, `(batch, heads, tokens, size)`, under names that begin with `name`."""
-    layers = enumerate(cache.layers)
+    """Return the keys and values of each layer, `(batch, heads, tokens, size)`, under names that begin with `name`.
+
+    The cache of BART's decoder alone is as long as its config's encoder, so some of its layers may be empty.
+    """
+    layers = ((number, layer) for number, layer in enumerate(cache.layers) if layer.keys is not None)
     return {
         f"{name}{number}.{part}": getattr(layer, f"{part}s") for number, layer in layers for part in ("key", "value")
     }

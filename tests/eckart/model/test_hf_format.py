@@ -303,3 +303,37 @@ def test_the_base_model_of_a_compressed_model_is_guarded_too(tmp_path):
     model.bert.save_pretrained(tmp_path / "part")
     assert guarded(tmp_path / "part")
     assert factorized(AutoModel.from_pretrained(tmp_path / "part")) == factorized(model.bert)
+
+
+def test_layers_that_were_merged_are_saved_as_they_are(tmp_path):
+    """Also by `save_pretrained` itself, and by that of a model inside."""
+    model = compress(tiny.bert())
+    save(model, tmp_path / "factors")
+    first, *others = factorized(model)
+    merge(model, first)
+    model.save_pretrained(tmp_path / "one")
+    one = load(tmp_path / "one")
+    assert list(factorized(one)) == others
+    assert_same(one, model)
+    for name in others:
+        merge(model, name)
+    model.save_pretrained(tmp_path / "all")
+    assert "quantization_config" not in json.loads((tmp_path / "all" / "config.json").read_text())
+    assert_same(load(tmp_path / "all"), model)
+
+
+def test_a_dense_model_with_the_config_of_a_compressed_one_is_refused_and_not_filled_at_random(tmp_path):
+    model = compress(tiny.bert())
+    save(model, tmp_path / "factors")
+    dense = type(model)(model.config)
+    dense.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="save the model again"):
+        load(tmp_path / "dense")
+
+
+def test_a_factorized_embedding_of_a_model_that_asks_for_its_padding_is_loaded(tmp_path):
+    sizes = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1]}
+    model = tiny.build("FunnelForSequenceClassification", vocab_size=tiny.VOCABULARY, **sizes)
+    tiny.factorize_layer(model, "funnel.embeddings.word_embeddings", 4)
+    save(model, tmp_path)
+    assert_same(load(tmp_path), model)

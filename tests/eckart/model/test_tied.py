@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -261,3 +262,25 @@ def test_as_onnx_the_weight_is_stored_once_and_rounded_once(tmp_path: Path) -> N
     found = runner(small, 1)({name: values for name, values in rows(seed=1).items() if name != "labels"})["logits"]
     real = rows(seed=1)["attention_mask"] == 1
     assert float((found - logits(model))[real].norm()) < 0.1 * float(logits(model)[real].norm())
+
+
+def test_an_offloaded_embedding_gives_the_head_its_factors(tmp_path: Path) -> None:
+    model = in_factors(language(), 4)
+    save(model, tmp_path)
+    places = {"model.embed_tokens": "disk", **dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb"), "cpu")}
+    for head in ("cpu", "disk"):
+        loaded = type(model).from_pretrained(
+            tmp_path, device_map={**places, "lm_head": head}, offload_folder=tmp_path / "offloaded"
+        )
+        assert loaded.lm_head.embedding.left.weight.is_meta
+        torch.testing.assert_close(tiny.logits(loaded, rows()), tiny.logits(model, rows()))
+
+
+def test_a_head_whose_embedding_was_replaced_is_not_saved(tmp_path: Path) -> None:
+    """It would be tied to the new embedding when it is loaded."""
+    model = in_factors(language(), 4)
+    save(model, tmp_path / "tied")
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    for write in (model.save_pretrained, partial(save, model)):
+        with pytest.raises(ValueError, match="was replaced"):
+            write(tmp_path / "other")

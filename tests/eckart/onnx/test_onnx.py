@@ -331,6 +331,29 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, reque
         assert kept == 2 * 3 * heads * 9 * size * model.config.num_hidden_layers  # keys and values
 
 
+def roberta_that_writes() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return tiny.build("RobertaForCausalLM", vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, is_decoder=True, **sizes)
+
+
+def bart_that_writes() -> PreTrainedModel:
+    """Its config still has the layers of an encoder, more than the decoder has."""
+    layers = {"encoder_layers": 3, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    return tiny.build("BartForCausalLM", vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, d_model=16, **layers)
+
+
+@pytest.mark.parametrize("make", [roberta_that_writes, bart_that_writes])
+def test_a_decoder_of_an_encoders_family_counts_positions_as_its_own_forward(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    model = make().eval()
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    inputs = batch(3, 9)
+    actual, _ = token_by_token(tmp_path / "model.onnx", inputs, 4)
+    real = inputs["attention_mask"] == 1
+    torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
+
+
 def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: Case) -> None:
     answer, inputs = runner(decoder[1]), batch(3, 9)
     whole = answer(inputs)["logits"]
