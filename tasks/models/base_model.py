@@ -25,7 +25,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
 from tasks.models import licence, sentence_files, task_head
-from tasks.models.model_io import UNLOADABLE, check_weights
+from tasks.models.model_io import UNLOADABLE, check_complete, check_weights
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 
@@ -99,8 +99,11 @@ def load_base(params: Model, task: Task) -> Base:
             ) from error
     _prepare_padding(tokenizer, model, params.base)
     _check_prefix(config, task)
+    fit = task_head.fit(config, task.kind, task.labels)
+    lost = [name for name in loading["missing_keys"] if not task_head.may_be_new(model, name, fit)]
+    check_complete(lost, loading["unexpected_keys"], f"model.base {params.base}")
     head = task_head.adapt(model, config, task, loading)
-    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head, files)
+    return Base(model, tokenizer, terms, fit, head, files)
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:

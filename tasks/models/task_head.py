@@ -124,6 +124,16 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     return in_words(config, task.kind, task.labels)
 
 
+def may_be_new(model: PreTrainedModel, name: str, head: Fit) -> bool:
+    """Whether a weight need not be in the files of a base model: it is of a head that the base model does not have.
+
+    A pooler counts as a part of the head, since models for masked words have none.
+    """
+    if model.base_model is model:  # the model of a task without a head
+        return "pooler" in name
+    return head in ("none", "other") and (_is_of_head(model, name) or "pooler" in name)
+
+
 def write_note(folder: Path, sentence: str) -> None:
     """Write a sentence on what was done with the head into the folder of the model, unless it is empty."""
     if sentence:

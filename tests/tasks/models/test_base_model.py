@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
@@ -223,6 +225,40 @@ def test_weights_that_contradict_the_config_are_an_error() -> None:
     file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1}))
     with pytest.raises(StageError, match=r"bert\.encoder.*config\.json"):
         model_of(folder)
+
+
+def rename(folder: str, new: Callable[[str], str | None]) -> None:
+    """Give the weights in `folder` new names, and leave out those whose name is None."""
+    file = Path(folder, "model.safetensors")
+    weights = {new(name): value for name, value in load_file(file).items()}
+    save_file({name: value for name, value in weights.items() if name}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("new", "named"),
+    [
+        (lambda name: f"module.{name}", r"module\.bert\..*rename"),
+        (lambda name: f"_orig_mod.{name}", r"_orig_mod\.bert\..*rename"),
+        (lambda name: None if "layer.1." in name else name, r"bert\.encoder\.layer\.1\."),
+        (lambda name: None if "classifier" in name else name, r"classifier\.bias"),
+    ],
+)
+def test_weights_that_are_missing_are_an_error(new: Callable[[str], str | None], named: str) -> None:
+    """transformers would draw them at random."""
+    names = dict(enumerate(LABELS))
+    folder = save("tuned", BertForSequenceClassification(tiny_config(id2label=names, num_hidden_layers=2)))
+    assert load_base(params(folder), SENTIMENT).fit == "known"
+    rename(folder, new)
+    with pytest.raises(StageError, match=f"{folder} .*{named}"):
+        load_base(params(folder), SENTIMENT)
+
+
+def test_a_head_and_a_pooler_may_be_missing_where_the_model_never_had_them() -> None:
+    folder = save("masked", BertForMaskedLM(tiny_config()))
+    assert load_base(params(folder), SENTIMENT).fit == "none"
+    rename(folder, lambda name: f"module.{name}")
+    with pytest.raises(StageError, match=r"module\.bert"):
+        load_base(params(folder), SENTIMENT)
 
 
 def test_a_model_stored_in_half_precision_is_loaded_in_single() -> None:
