@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tasks.artifacts.task_spec import Task
@@ -102,11 +103,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
         )
-    last_layer = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _is_of_head(model, name) and parameter.shape[0] == (len(task.labels) or 1)
-    }
+    last_layer = _last_layer(model, len(task.labels) or 1)
     if head == "known" and task.labels and (order := _order(outputs(config), task.labels)):
         with torch.no_grad():
             for parameter in last_layer.values():
@@ -160,6 +157,14 @@ def outputs(config: PreTrainedConfig) -> list[str]:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if names[_SHOWN:] else "")
+
+
+def _last_layer(model: PreTrainedModel, size: int) -> dict[str, nn.Parameter]:
+    """Return the parameters of the head's last linear layer with `size` outputs; layers before it may be as wide."""
+    of_head = {name: parameter for name, parameter in model.named_parameters() if _is_of_head(model, name)}
+    weights = [name for name, parameter in of_head.items() if parameter.ndim == 2 and parameter.shape[0] == size]
+    layer = weights[-1].rpartition(".")[0] if weights else None
+    return {name: parameter for name, parameter in of_head.items() if name.rpartition(".")[0] == layer}
 
 
 def _is_of_head(model: PreTrainedModel, name: str) -> bool:
