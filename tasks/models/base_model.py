@@ -51,6 +51,8 @@ class Base(NamedTuple):
     """Sentence on what was done with the original head; may be empty."""
     files: Mapping[str, str] = MappingProxyType({})
     """Further files of the model, name → content."""
+    has_head: bool = True
+    """Whether the base model has weights for the task's head; if not, they are drawn at random."""
 
 
 def load_base(params: Model, task: Task) -> Base:
@@ -103,7 +105,7 @@ def load_base(params: Model, task: Task) -> Base:
     lost = [name for name in loading["missing_keys"] if not task_head.may_be_new(model, name, fit)]
     check_complete(lost, loading["unexpected_keys"], f"model.base {params.base}")
     head = task_head.adapt(model, config, task, loading)
-    return Base(model, tokenizer, terms, fit, head, files)
+    return Base(model, tokenizer, terms, fit, head, files, has_head=not task_head.is_new(model, loading))
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:

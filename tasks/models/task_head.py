@@ -131,6 +131,12 @@ def may_be_new(model: PreTrainedModel, name: str, head: Fit) -> bool:
     return head in ("none", "other") and (_is_of_head(model, name) or "pooler" in name)
 
 
+def is_new(model: PreTrainedModel, loading: Mapping[str, Any]) -> bool:
+    """Whether transformers has drawn weights of the head at random, according to its report on the loading."""
+    drawn = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    return model.base_model is not model and any(_is_of_head(model, name) for name in drawn)
+
+
 def write_note(folder: Path, sentence: str) -> None:
     """Write a sentence on what was done with the head into the folder of the model, unless it is empty."""
     if sentence:

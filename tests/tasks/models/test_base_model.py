@@ -247,7 +247,8 @@ def test_weights_that_are_missing_are_an_error(new: Callable[[str], str | None],
     """transformers would draw them at random."""
     names = dict(enumerate(LABELS))
     folder = save("tuned", BertForSequenceClassification(tiny_config(id2label=names, num_hidden_layers=2)))
-    assert load_base(params(folder), SENTIMENT).fit == "known"
+    base = load_base(params(folder), SENTIMENT)
+    assert (base.fit, base.has_head) == ("known", True)
     rename(folder, new)
     with pytest.raises(StageError, match=f"{folder} .*{named}"):
         load_base(params(folder), SENTIMENT)
@@ -255,7 +256,8 @@ def test_weights_that_are_missing_are_an_error(new: Callable[[str], str | None],
 
 def test_a_head_and_a_pooler_may_be_missing_where_the_model_never_had_them() -> None:
     folder = save("masked", BertForMaskedLM(tiny_config()))
-    assert load_base(params(folder), SENTIMENT).fit == "none"
+    base = load_base(params(folder), SENTIMENT)
+    assert (base.fit, base.has_head) == ("none", False)
     rename(folder, lambda name: f"module.{name}")
     with pytest.raises(StageError, match=r"module\.bert"):
         load_base(params(folder), SENTIMENT)
