@@ -19,6 +19,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    CanineTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedModel,
@@ -30,6 +31,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.models.base_model import load_base
 from tasks.runtime.stage_runner import StageError
+from tests import tiny
 from tests.workspace import BASE, a_task, tiny_config, tiny_tokenizer, write_base
 
 LABELS = ("negative", "positive")
@@ -142,6 +144,32 @@ def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
     folder = save("llama", llama(), words())
     with pytest.raises(StageError, match="pad_token"):
         model_of(folder)
+
+
+@pytest.mark.parametrize("added", ["padding", "word"])
+def test_a_token_without_an_embedding_is_an_error(added: str) -> None:
+    """Or else a later stage would fail at the first batch that has it."""
+    tokenizer = words(eos_token="</s>", **({"pad_token": "<pad>"} if added == "padding" else {}))
+    if added == "word":
+        tokenizer.add_tokens(["dull"])
+    model = llama()
+    with pytest.raises(StageError, match=r"\b4 \((<pad>|dull)\).*\b4 ids.*resize_token_embeddings"):
+        model_of(save("llama", model, tokenizer))
+    model.resize_token_embeddings(len(tokenizer))
+    assert model_of(save("llama", model, tokenizer))[0].get_input_embeddings().num_embeddings == 5
+
+
+def test_a_special_token_that_texts_do_not_have_needs_no_embedding() -> None:
+    """As that for images, in the tokenizer of Gemma's text models."""
+    tokenizer = words(eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert len(model_of(save("llama", llama(), tokenizer))[1]) == 5
+
+
+def test_a_model_without_embeddings_of_tokens_is_loaded() -> None:
+    sizes = {"num_hash_buckets": 64, "local_transformer_stride": 16, "max_position_embeddings": 32}
+    model = tiny.build("CanineForSequenceClassification", **tiny.LAYERS, **sizes)
+    assert model_of(save("canine", model, CanineTokenizer()))[0].canine
 
 
 def test_a_folder_without_a_tokenizer_is_an_error() -> None:
