@@ -18,7 +18,7 @@ from tasks.models import licence, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError, output, run, say
+from tasks.runtime.stage_runner import StageError, output, run, say, warn
 from tasks.training.loop import train
 
 
@@ -65,6 +65,11 @@ def _check(base: Base, settings: Training, task: Task) -> None:
         raise StageError(
             f"{base.head} With teacher.epochs: 0 it would stay untrained: raise teacher.epochs, or give the old head's "
             "outputs the names of the labels, in id2label and label2id of its config.json"
+        )
+    if not base.has_head and not settings.epochs:  # allowed: recipes may teach the head, as in studies/drone-glue.yaml
+        warn(
+            "model.base has no head for the task. With teacher.epochs: 0 the original model keeps one with random "
+            "weights, and scores as one that guesses: raise teacher.epochs"
         )
     if base.head:
         say(base.head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from eckart.calibration.losses import IGNORED
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 
@@ -15,7 +16,7 @@ _BINS = 10
 def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
     """Return the number of rows with each class or, in token classification, of words with each tag."""
     ids = rows["label"].explode().dropna()  # each tag of a row, or each of its labels, is counted
-    counts = np.bincount(ids.to_numpy(np.int64), minlength=len(task.labels))
+    counts = np.bincount(ids[ids != IGNORED].to_numpy(np.int64), minlength=len(task.labels))
     return pd.Series(counts, index=list(task.labels))
 
 

@@ -25,7 +25,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
 from tasks.models import licence, sentence_files, task_head
-from tasks.models.model_io import UNLOADABLE, check_weights
+from tasks.models.model_io import UNLOADABLE, check_complete, check_weights
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 
@@ -51,6 +51,8 @@ class Base(NamedTuple):
     """Sentence on what was done with the original head; may be empty."""
     files: Mapping[str, str] = MappingProxyType({})
     """Further files of the model, name → content."""
+    has_head: bool = True
+    """Whether the base model has weights for the task's head; if not, they are drawn at random."""
 
 
 def load_base(params: Model, task: Task) -> Base:
@@ -98,9 +100,13 @@ def load_base(params: Model, task: Task) -> Base:
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
             ) from error
     _prepare_padding(tokenizer, model, params.base)
+    _check_ids(tokenizer, model, params.base)
     _check_prefix(config, task)
+    fit = task_head.fit(config, task.kind, task.labels)
+    lost = [name for name in loading["missing_keys"] if not task_head.may_be_new(model, name, fit)]
+    check_complete(lost, loading["unexpected_keys"], f"model.base {params.base}")
     head = task_head.adapt(model, config, task, loading)
-    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head, files)
+    return Base(model, tokenizer, terms, fit, head, files, has_head=not task_head.is_new(model, loading))
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
@@ -112,6 +118,29 @@ def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
         raise StageError(f"the tokenizer of model.base {base} has no padding token: give it a pad_token")
     tokenizer.padding_side = "right"  # on the left it would shift the positions of some models (GPT-2)
     model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _check_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
+    """Raise StageError if the tokenizer can give an id for which the model has no embedding.
+
+    Special tokens count only if the tokenizer adds them itself: Gemma's tokenizer has one for images, which its text
+    models have no embedding for.
+    """
+    try:
+        embedding: Any = model.get_input_embeddings()
+        rows = len(embedding.weight)
+    except (AttributeError, NotImplementedError):  # CANINE has none, since it hashes its ids
+        return
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, *tokenizer("", "")["input_ids"]}
+    ids = ({*tokenizer.get_vocab().values()} - special) | added - {None}
+    if (largest := max(ids)) >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise StageError(
+            f"the tokenizer of model.base {base} has the id {largest} ({token}), but the model has embeddings for "
+            f"{rows} ids: put the model's own tokenizer beside it, or save the model after "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +44,21 @@ def load(
         auto: transformers class for the kind of task, such as AutoModelForSequenceClassification.
         dtype: type of the weights; by default, the type in which they were saved.
         device_map: accelerate's placement of the layers on devices, for forward passes only; by default, on the CPU.
+
+    Raises:
+        StageError: weights of the class that was saved are missing; transformers would draw them at random.
     """
     check_weights(folder, AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    model = auto.from_pretrained(
-        folder, dtype=dtype, device_map=device_map, use_safetensors=True, trust_remote_code=False
+    model, loading = auto.from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map=device_map,
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
+    if type(model).__name__ in (model.config.architectures or [type(model).__name__]):  # others have a new head
+        check_complete(loading["missing_keys"], loading["unexpected_keys"], str(folder))
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -99,6 +109,23 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
             files = []
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
+
+
+def check_complete(missing: Collection[str], unexpected: Collection[str], source: str) -> None:
+    """Raise StageError if weights are `missing`. The message says so if they have other names in the file.
+
+    Args:
+        unexpected: names of weights in the file that the model does not have.
+        source: name of the model in the message.
+    """
+    if not missing:
+        return
+    name = min(missing)
+    advice = "take the model.safetensors that was saved with its config.json"
+    for other in sorted(unexpected):
+        if other.endswith(f".{name}") or name.endswith(f".{other}"):  # a wrapper's prefix: module., _orig_mod.
+            advice = f"the file has the name {other} instead: rename its weights"
+    raise StageError(f"{len(missing)} weights of {source} are missing, such as {name}: {advice}")
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:

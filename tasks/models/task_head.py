@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tasks.artifacts.task_spec import Task
@@ -102,11 +103,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
         )
-    last_layer = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _is_of_head(model, name) and parameter.shape[0] == (len(task.labels) or 1)
-    }
+    last_layer = _last_layer(model, len(task.labels) or 1)
     if head == "known" and task.labels and (order := _order(outputs(config), task.labels)):
         with torch.no_grad():
             for parameter in last_layer.values():
@@ -122,6 +119,22 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     if head == "none" and mismatched:  # the config does not name the class of the head
         return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
+
+
+def may_be_new(model: PreTrainedModel, name: str, head: Fit) -> bool:
+    """Whether a weight need not be in the files of a base model: it is of a head that the base model does not have.
+
+    A pooler counts as a part of the head, since models for masked words have none.
+    """
+    if model.base_model is model:  # the model of a task without a head
+        return "pooler" in name
+    return head in ("none", "other") and (_is_of_head(model, name) or "pooler" in name)
+
+
+def is_new(model: PreTrainedModel, loading: Mapping[str, Any]) -> bool:
+    """Whether transformers has drawn weights of the head at random, according to its report on the loading."""
+    drawn = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    return model.base_model is not model and any(_is_of_head(model, name) for name in drawn)
 
 
 def write_note(folder: Path, sentence: str) -> None:
@@ -150,6 +163,14 @@ def outputs(config: PreTrainedConfig) -> list[str]:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if names[_SHOWN:] else "")
+
+
+def _last_layer(model: PreTrainedModel, size: int) -> dict[str, nn.Parameter]:
+    """Return the parameters of the head's last linear layer with `size` outputs; layers before it may be as wide."""
+    of_head = {name: parameter for name, parameter in model.named_parameters() if _is_of_head(model, name)}
+    weights = [name for name, parameter in of_head.items() if parameter.ndim == 2 and parameter.shape[0] == size]
+    layer = weights[-1].rpartition(".")[0] if weights else None
+    return {name: parameter for name, parameter in of_head.items() if name.rpartition(".")[0] == layer}
 
 
 def _is_of_head(model: PreTrainedModel, name: str) -> bool:

@@ -40,7 +40,7 @@ class Classification(SequenceTask):
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
         ids = class_ids({name: frame["label"] for name, frame in splits.items()}, params)
         for frame in splits.values():
-            frame["label"] = frame["label"].map(ids).astype("int64")
+            frame["label"] = [ids[label] for label in frame["label"]]  # Series.map does not find True among 0 and 1
         return tuple(map(str, ids))
 
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from eckart.calibration.losses import Predictions, binary_logits
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
 from tasks.data.label_encoding import class_ids, has_mappings, names_in_source
@@ -52,6 +53,11 @@ class MultiLabelClassification(SequenceTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        if wrong := _no_names(pd.concat([frame["label"] for frame in splits.values()], ignore_index=True)):
+            raise StageError(
+                f"column {params.columns.label} has {wrong}: write the names of each example's labels, "
+                'in a list (["a", "b"] in .jsonl or .parquet) or separated by | (a|b)'
+            )
         sets = {name: frame["label"].map(_labels_of) for name, frame in splits.items()}
         names = names_in_source(splits["train"]["label"])
         ids = class_ids({name: labels.explode().dropna() for name, labels in sets.items()}, params, names)
@@ -132,6 +138,26 @@ def _labels_of(cell: Any) -> list[Any]:
         cell = int(cell)
     labels: Iterable[Any] = cell if pd.api.types.is_list_like(cell) else [cell]
     return list(dict.fromkeys(label for label in labels if not pd.isna(label) and label != ""))
+
+
+def _no_names(cells: pd.Series) -> str | None:
+    """Return what the cells hold in place of the names of labels; None if they may be names."""
+    filled = cells[cells.map(lambda cell: len(_labels_of(cell)) > 0)]
+    if has_mappings(filled):
+        return "mappings"
+    texts = filled.map(lambda cell: isinstance(cell, str) and cell.startswith("[") and cell.endswith("]"))
+    if len(filled) and texts.all() and not filled.str.contains(SEPARATOR, regex=False).any():
+        return f"lists written as text, such as {filled.iloc[0]}"
+    return "vectors of 0 and 1" if _are_vectors(filled) else None
+
+
+def _are_vectors(cells: pd.Series) -> bool:
+    """Whether all cells are lists of one length with only 0 and 1, and one of them repeats a number, as no set does."""
+    if not len(cells) or not cells.map(pd.api.types.is_list_like).all():
+        return False
+    rows = [list(cell) for cell in cells]
+    numbers = all(isinstance(value, int | float | np.generic) and value in (0, 1) for row in rows for value in row)
+    return numbers and len(set(map(len, rows))) == 1 and any(len(set(row)) < len(row) for row in rows)
 
 
 def _predicted(outputs: np.ndarray) -> np.ndarray:

@@ -72,7 +72,10 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        """Convert tags to ids. If the source defines tag names, train need not contain them all."""
+        """Convert tags to ids; -100 stays, as it does in data for transformers, for a word that is not to be tagged.
+
+        If the source defines tag names, train need not contain them all.
+        """
         for name, frame in splits.items():
             pairs = zip(frame["text"], frame["label"], strict=True)
             if wrong := sum(not pd.api.types.is_list_like(tags) or len(tags) != len(words) for words, tags in pairs):
@@ -80,10 +83,17 @@ class TokenClassification(NlpTask):
                     f"the {name} split has {wrong} examples where column {params.columns.label} is not a list of as "
                     f"many tags as {params.columns.text} has words: correct data.columns, or those examples"
                 )
+            if empty := frame["label"].explode().isna().sum():
+                raise StageError(
+                    f"column {params.columns.label} of the {name} split has {empty} empty tags: write a tag for each "
+                    "word, or the number -100 for words to ignore if tags are numbers"
+                )
         names = names_in_source(splits["train"]["label"])
-        ids = class_ids({name: frame["label"].explode() for name, frame in splits.items()}, params, names)
+        tags = {name: frame["label"].explode() for name, frame in splits.items()}
+        ids = class_ids({name: column[column != IGNORED] for name, column in tags.items()}, params, names)
+        known = {**ids, IGNORED: IGNORED}
         for frame in splits.values():
-            frame["label"] = [[ids[tag] for tag in tags] for tags in frame["label"]]
+            frame["label"] = [[known[tag] for tag in row] for row in frame["label"]]
         return tuple(map(str, ids))
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
@@ -183,7 +193,8 @@ class TokenClassification(NlpTask):
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Predict the most frequent tag of the training examples for every word."""
-        most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
+        tags = np.concatenate(train["label"].tolist())
+        most = int(np.bincount(tags[tags != IGNORED]).argmax())
         labels = [np.array(row) for row in self.columns(frame, tokenizer, "test")["labels"]]
         true = [row[row != IGNORED] for row in labels]
         return pd.DataFrame({"label": true, "guess": [np.full_like(row, most) for row in true]})

@@ -276,6 +276,17 @@ def test_labels_of_another_type_are_the_words_of_another_file(words: tuple[str, 
     assert set(splits["test"]["label"]) == {0, 1}
 
 
+@pytest.mark.parametrize("train", [int, bool])
+def test_true_and_false_are_the_classes_1_and_0_of_another_file(train: Callable[[int], Any]) -> None:
+    given = bool if train is int else int
+    write(rows([train(number % 2) for number in range(40)]), name="mixed/train")
+    test = rows([given(number % 2) for number in range(10)])
+    write(test.assign(text="other " + test["text"]), name="mixed/test")
+    splits = extracted("data/raw/mixed", **GIVEN)
+    assert load_task().labels == tuple(str(train(number)) for number in range(2))
+    assert pairs(splits["test"]) == {(f"other text number {number}", number % 2) for number in range(10)}
+
+
 def test_classes_of_a_typed_file_keep_their_names() -> None:
     """As data sets of the hub have them, in the order of their ids: the second is what F1 counts (MRPC's names)."""
     names = ["not_equivalent", "equivalent"]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    CanineTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedModel,
@@ -28,6 +31,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.models.base_model import load_base
 from tasks.runtime.stage_runner import StageError
+from tests import tiny
 from tests.workspace import BASE, a_task, tiny_config, tiny_tokenizer, write_base
 
 LABELS = ("negative", "positive")
@@ -142,6 +146,32 @@ def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
         model_of(folder)
 
 
+@pytest.mark.parametrize("added", ["padding", "word"])
+def test_a_token_without_an_embedding_is_an_error(added: str) -> None:
+    """Or else a later stage would fail at the first batch that has it."""
+    tokenizer = words(eos_token="</s>", **({"pad_token": "<pad>"} if added == "padding" else {}))
+    if added == "word":
+        tokenizer.add_tokens(["dull"])
+    model = llama()
+    with pytest.raises(StageError, match=r"\b4 \((<pad>|dull)\).*\b4 ids.*resize_token_embeddings"):
+        model_of(save("llama", model, tokenizer))
+    model.resize_token_embeddings(len(tokenizer))
+    assert model_of(save("llama", model, tokenizer))[0].get_input_embeddings().num_embeddings == 5
+
+
+def test_a_special_token_that_texts_do_not_have_needs_no_embedding() -> None:
+    """As that for images, in the tokenizer of Gemma's text models."""
+    tokenizer = words(eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert len(model_of(save("llama", llama(), tokenizer))[1]) == 5
+
+
+def test_a_model_without_embeddings_of_tokens_is_loaded() -> None:
+    sizes = {"num_hash_buckets": 64, "local_transformer_stride": 16, "max_position_embeddings": 32}
+    model = tiny.build("CanineForSequenceClassification", **tiny.LAYERS, **sizes)
+    assert model_of(save("canine", model, CanineTokenizer()))[0].canine
+
+
 def test_a_folder_without_a_tokenizer_is_an_error() -> None:
     """A tokenizer that was made up knows no word: every text would be unknown tokens, and the teacher a coin."""
     BertModel(tiny_config()).save_pretrained("models/base/mute")
@@ -223,6 +253,42 @@ def test_weights_that_contradict_the_config_are_an_error() -> None:
     file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1}))
     with pytest.raises(StageError, match=r"bert\.encoder.*config\.json"):
         model_of(folder)
+
+
+def rename(folder: str, new: Callable[[str], str | None]) -> None:
+    """Give the weights in `folder` new names, and leave out those whose name is None."""
+    file = Path(folder, "model.safetensors")
+    weights = {new(name): value for name, value in load_file(file).items()}
+    save_file({name: value for name, value in weights.items() if name}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("new", "named"),
+    [
+        (lambda name: f"module.{name}", r"module\.bert\..*rename"),
+        (lambda name: f"_orig_mod.{name}", r"_orig_mod\.bert\..*rename"),
+        (lambda name: None if "layer.1." in name else name, r"bert\.encoder\.layer\.1\."),
+        (lambda name: None if "classifier" in name else name, r"classifier\.bias"),
+    ],
+)
+def test_weights_that_are_missing_are_an_error(new: Callable[[str], str | None], named: str) -> None:
+    """transformers would draw them at random."""
+    names = dict(enumerate(LABELS))
+    folder = save("tuned", BertForSequenceClassification(tiny_config(id2label=names, num_hidden_layers=2)))
+    base = load_base(params(folder), SENTIMENT)
+    assert (base.fit, base.has_head) == ("known", True)
+    rename(folder, new)
+    with pytest.raises(StageError, match=f"{folder} .*{named}"):
+        load_base(params(folder), SENTIMENT)
+
+
+def test_a_head_and_a_pooler_may_be_missing_where_the_model_never_had_them() -> None:
+    folder = save("masked", BertForMaskedLM(tiny_config()))
+    base = load_base(params(folder), SENTIMENT)
+    assert (base.fit, base.has_head) == ("none", False)
+    rename(folder, lambda name: f"module.{name}")
+    with pytest.raises(StageError, match=r"module\.bert"):
+        load_base(params(folder), SENTIMENT)
 
 
 def test_a_model_stored_in_half_precision_is_loaded_in_single() -> None:

@@ -129,3 +129,14 @@ def test_a_new_head_without_training_is_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit, match=r"teacher\.epochs"):
         run_stage("teacher")
     assert not Path("models/teacher").exists()
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_missing_head_without_training_is_a_warning(
+    epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no error, since the recovery fine-tuning may train the head."""
+    monkeypatch.chdir(tiny_workspace(tmp_path, teacher={"epochs": epochs}))
+    run_stage("extract")
+    run_stage("teacher")
+    assert ("WARNING: model.base has no head" in capsys.readouterr().out) is (epochs == 0)

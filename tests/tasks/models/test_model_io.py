@@ -1,10 +1,15 @@
-"""Inputs and limits of models whose text model has a config of its own, as Gemma 3 has, which also reads pictures."""
+"""Folders load whole or not at all. Inputs and limits are those of the text model, which may have its own config."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from tasks.models.model_io import check_length, random_inputs
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from eckart.model import hf_format
+from tasks.models.model_io import check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tests import tiny
@@ -26,3 +31,14 @@ def test_positions_are_those_of_the_text_model() -> None:
         check_length(model, positions + 1, "data.max_length")
     with pytest.raises(ValueError, match="lower it"):
         kind_of(a_task("language_modeling", (), "perplexity")).check_room(model, positions)
+
+
+def test_a_folder_with_missing_weights_is_an_error(tmp_path: Path) -> None:
+    """transformers would draw them at random, and an export would hold the draw."""
+    hf_format.save(tiny.bert(), tmp_path)
+    tiny.words().save_pretrained(tmp_path)
+    load(tmp_path, AutoModelForSequenceClassification)
+    file = tmp_path / "model.safetensors"
+    save_file({name.replace("bert.", "model."): value for name, value in load_file(file).items()}, file)
+    with pytest.raises(StageError, match=r"bert\.embeddings"):
+        load(tmp_path, AutoModelForSequenceClassification)

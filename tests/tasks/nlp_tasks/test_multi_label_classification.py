@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,35 @@ def test_numbers_beside_rows_without_a_label_are_whole() -> None:
     frame.to_csv("data/raw/rows.csv", index=False)
     extracted("data/raw/rows.csv", **DATA)
     assert load_task().labels == ("1", "2")
+
+
+def vector(number: int) -> list[int]:
+    return [number % 2, number % 3 % 2, 1]
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize(
+    ("cell", "named"),
+    [
+        (vector, r"\b0 and 1\b"),
+        (lambda number: [float(value) for value in vector(number)], r"\b0 and 1\b"),
+        (lambda number: [value == 1 for value in vector(number)], r"\b0 and 1\b"),
+        (lambda number: {"plot": number % 2, "cast": 1}, r"\bmappings\b"),
+        (lambda number: str(["plot", f"cast {number % 3}"]), r"\btext\b.*\['plot', 'cast"),
+    ],
+)
+def test_what_is_no_names_of_labels_is_refused(cell: Callable[[int], Any], named: str) -> None:
+    rows = [{"text": text, "label": cell(number)} for number, text in enumerate(reviews()["text"])]
+    assert re.search(rf"column label .*{named}.*\bnames\b.*a\|b", refusal(write_jsonl(rows), **DATA))
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("cell", [lambda number: [0, 1][: number % 3], lambda number: f"[{number % 2}]|[2]"])
+def test_labels_that_look_like_vectors_or_lists_are_names(cell: Callable[[int], Any]) -> None:
+    """A set repeats no label, and vectors are of one length; a separator separates names."""
+    rows = [{"text": text, "label": cell(number)} for number, text in enumerate(reviews()["text"])]
+    extracted(write_jsonl(rows), **DATA)
+    assert load_task().labels in (("0", "1"), ("[0]", "[1]", "[2]"))
 
 
 WANTED, LOGITS = np.array([[1, 0], [1, 1], [0, 0]]), np.array([[2.0, -1.0], [0.0, -3.0], [-1.0, 0.5]])

@@ -22,6 +22,7 @@ from transformers import (
 
 from eckart.calibration.losses import IGNORED
 from tasks.artifacts.task_spec import load_task
+from tasks.data_checks.class_shares import classes
 from tasks.nlp_tasks import kind_of
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
@@ -178,6 +179,33 @@ def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
         assert tags.tolist() == truth[tuple(words)]
 
 
+def numbered() -> list[dict[str, Any]]:
+    """Tags 0 and 1, and -100 for the first word of each row."""
+    return [{**row, "tags": [-100, *(int(tag != "O") for tag in row["tags"][1:])]} for row in tagged()]
+
+
+@pytest.mark.usefixtures("workspace")
+def test_words_with_the_tag_of_ignored_tokens_have_no_label() -> None:
+    splits = extracted(write_jsonl(numbered()), **DATA)
+    task = load_task()
+    assert task.labels == ("0", "1")
+    test, kind = splits["test"], kind_of(task)
+    labelled = kind.encode(test, tiny_tokenizer(), "test")["labels"]
+    for tags, row in zip(test["label"], labelled, strict=True):
+        assert tags[0] == IGNORED
+        assert [label for label in row if label != IGNORED] == list(tags[1:])
+    guess = kind.trivial(splits["train"], test, tiny_tokenizer())["guess"]
+    assert {tag for row in guess for tag in row} == {0}
+    assert classes(test, task).sum() == sum(len(row) - 1 for row in test["text"])
+
+
+@pytest.mark.usefixtures("workspace")
+def test_empty_tags_among_numbers_are_named() -> None:
+    rows = numbered()
+    rows[0]["tags"][1] = None
+    assert re.search(r"\bcolumn tags\b.*\b1 empty tags\b.*-100", refusal(write_jsonl(rows), **DATA))
+
+
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -185,7 +213,7 @@ def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
         ({"tokens": ["a", "b"], "tags": ["O"]}, r"\b1\b.*\btags\b.*\btokens\b.*data\.columns"),
         ({"tokens": [], "tags": []}, r"\btokens\b.*\b1\b"),
         ({"tokens": None}, r"\b1\b.*\btokens\b"),
-        ({"tokens": ["a", "b"], "tags": ["O", None]}, r"\bcolumn tags\b"),
+        ({"tokens": ["a", "b"], "tags": ["O", None]}, r"\bcolumn tags\b.*\b1 empty tags\b"),
     ],
 )
 def test_a_row_that_is_no_tagged_row_is_named(change: dict[str, Any], named: str) -> None:
