@@ -220,8 +220,10 @@ def _first_position(model: PreTrainedModel) -> int:
 
     `generate` gives 0 to all models, but these were trained with positions that their own forward makes.
     """
-    counting = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
-    return next((int(module.padding_idx) + 1 for module in counting), 0)
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
+            return module.padding_idx + 1
+    return 0
 
 
 def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
@@ -229,9 +231,11 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
     The cache of BART's decoder alone is as long as its config's encoder, so some of its layers may be empty.
     """
-    layers = ((number, layer) for number, layer in enumerate(cache.layers) if layer.keys is not None)
     return {
-        f"{name}{number}.{part}": getattr(layer, f"{part}s") for number, layer in layers for part in ("key", "value")
+        f"{name}{number}.{part}": values
+        for number, layer in enumerate(cache.layers)
+        for part in ("key", "value")
+        if (values := getattr(layer, f"{part}s")) is not None
     }
 
 
