@@ -183,8 +183,18 @@ def test_what_is_no_goal_is_refused(goal: dict[str, Any]) -> None:
         parse(goal, Goal, Path("params.yaml"))
 
 
-def test_bytes_have_units() -> None:
-    assert parse({"bytes": "3.9 MB"}, Goal, Path("params.yaml")).bytes == 3_900_000
+@pytest.mark.parametrize(("text", "size"), [("3.9 MB", 3_900_000), ("2kib", 2048), (".5M", 500_000), (" 700 ", 700)])
+def test_bytes_have_units(text: str, size: int) -> None:
+    assert parse({"bytes": text}, Goal, Path("params.yaml")).bytes == size
+
+
+@pytest.mark.parametrize(
+    "text", ["5,5 MB", "1,000,000", "5MB/s", "5. MB", "5 MB or so", "5 million", "MB", "-5 MB", ""]
+)
+def test_a_size_is_read_whole_or_not_at_all(text: str) -> None:
+    """Its beginning alone would be another size: 5 bytes of `5,5 MB`."""
+    with pytest.raises(ParamsError, match=r"\bbytes: .*MB"):
+        parse({"bytes": text}, Goal, Path("params.yaml"))
 
 
 def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
