@@ -72,9 +72,8 @@ def init(
         InitError: nothing was changed.
     """
     _check(folder, options, again)
-    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     # On the same disk as `folder`, so that moving files is fast.
-    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:
+    with TemporaryDirectory(prefix=".eckart-init-", dir=_existing(folder)) as temporary:
         draft = Path(temporary)
         shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:
@@ -136,6 +135,29 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
     for option, given in (("base", options.base), ("data", options.data)):
         if given and Path(given).is_dir() and folder.resolve().is_relative_to(Path(given).resolve()):
             raise InitError(f"--{option} {given} contains the workspace {folder}: name another folder for one of them")
+    for given, part in ((options.base, BASE), (options.data, RAW)):
+        if (given and Path(given).exists()) or (folder / part).exists():
+            _check_not_ignored(folder, part)
+
+
+def _check_not_ignored(folder: Path, part: Path) -> None:
+    """Raise an InitError if git ignores the file that DVC is to write beside `part`, since DVC refuses to write it."""
+    file = folder.absolute() / f"{part}.dvc"
+    try:
+        found = worktrees.git(_existing(folder), "check-ignore", "--verbose", "--no-index", str(file))
+    except worktrees.WorkspaceError:  # no rule is about it, or there is no repository yet
+        return
+    place, line, rule = found.partition("\t")[0].rsplit(":", 2)
+    if not rule.startswith("!"):
+        raise InitError(
+            f"git ignores {part}.dvc, with which others get your files, by the rule {rule} in line {line} of {place}: "
+            f"remove the rule; DVC will keep {part} itself out of git"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the innermost folder on the path to `folder` that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:
@@ -274,7 +296,7 @@ def _hand_to_dvc(folder: Path, part: Path) -> None:
         if tracked:  # only .gitkeep: the folder was empty until now
             worktrees.git(folder, "rm", "--quiet", "--cached", "--", *tracked)
         _append(folder / part.with_name(".gitignore"), f"/{part.name}\n")
-        worktrees.dvc(folder, "add", "--quiet", str(part))
+        worktrees.dvc(folder, "add", str(part))  # with --quiet, it would not say why it fails
 
 
 def _set_up(folder: Path) -> None:

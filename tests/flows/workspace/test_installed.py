@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.workspace import init as new_workspace
 from flows.workspace import installation, worktrees
-from flows.workspace.init import InitOptions
+from flows.workspace.init import InitError, InitOptions
 from tasks import resolve
 from tasks.config import yaml_edit
 from tasks.config.schema import read
@@ -211,6 +211,23 @@ def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None
     done = CliRunner().invoke(app, ["init", "new/deep", *words])
     assert isinstance(done.exception, SystemExit)
     assert "data/raw/" not in done.output  # which is gone
+    assert sorted(own.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("rules", "ignored"),
+    [("mine\nmodels/\n", "models/"), ("*.dvc\n", r"\*\.dvc"), ("/data/*\n", r"/data/\*"), ("/data/*\n!*.dvc\n", None)],
+)
+def test_what_git_ignores_cannot_be_in_dvc(own: Path, rules: str, ignored: str | None) -> None:
+    call(own, "git", "init", "-q")
+    Path(".gitignore").write_text(rules)
+    before = sorted(own.rglob("*"))
+    options = InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None)
+    if not ignored:
+        new_workspace.init(Path(), options)
+        return
+    with pytest.raises(InitError, match=rf"\.dvc.*rule {ignored} in line .* of \.gitignore: remove"):
+        new_workspace.init(Path(), options)
     assert sorted(own.rglob("*")) == before
 
 
