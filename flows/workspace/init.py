@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -274,7 +275,8 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
-    path = place / source.resolve().name
+    # The name of a link itself: it may lead into a cache, whose files are named by digests, without a suffix.
+    path = place / os.path.basename(os.path.abspath(source))
     if (folder / path).exists():
         if cached_objects.measured(source) != cached_objects.measured(folder / path):
             raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")

@@ -240,6 +240,19 @@ def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
     assert call(shop, "dvc", "status", "data/raw.dvc", "models/base.dvc").strip().endswith("up to date.")
 
 
+def test_data_behind_a_link_have_the_name_of_the_link(own: Path) -> None:
+    """A cache names files by their digests, and nothing there says what format they have."""
+    Path("blobs").mkdir()
+    Path("reviews.csv").rename("blobs/0a1b2c")
+    Path("linked.csv").symlink_to("blobs/0a1b2c")
+    Path("linked-model").symlink_to("my-model")
+    options = InitOptions("linked-model", Path("linked.csv"), "body", None, "stars", None)
+    new_workspace.init(Path("shop"), options)
+    written = params(Path("shop"))
+    assert (written["data"]["source"], written["model"]["base"]) == ("data/raw/linked.csv", "models/base/linked-model")
+    assert Path("shop/data/raw/linked.csv").read_bytes() == Path("blobs/0a1b2c").read_bytes()
+
+
 def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     """What its user has, and has changed, stays; the head is for other labels than those that are named now."""
     shop = own / "shop"
