@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -173,7 +173,8 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
     source = str(_bring(options.data, RAW, draft, folder)) if options.data else _own_data(present)
     changes, head = _adapted(draft, options, present, base, source, step)
     if again:
-        changes = _amending(changes, options, present, default)
+        epochs = _epochs(changes, draft, present, default, step)
+        changes = _amending(changes, options, present, default) | epochs
     elif changes:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
@@ -245,8 +246,6 @@ def _amending(
     columns = options.text or options.text_pair or options.label or options.task
     data = changes.get("data", {})
     decided = {"source", "splits"} if options.data else set()
-    if options.data and "train" in data.get("sizes", {}):  # running text has a size for calibration alone
-        decided.add("sizes")
     if options.data or columns:
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:
@@ -254,20 +253,82 @@ def _amending(
     if options.data or options.base or options.label or options.task:
         decided.add("target_length")
     before = present["data"]
-    if changed := data.get("task") != before["task"]:
+    changed = bool(data) and data["task"] != before["task"]
+    if changed:
         decided.add("metric")
+    if (options.data or changed) and "train" in data["sizes"] and _has_initial_size(present, default):
+        decided.add("sizes")  # running text has a size for calibration alone
     amending = {"data": {name: value for name, value in data.items() if name in decided}}
-    if changed and data:  # another task refuses the options of the one before
-        gone = {*task_class(before["task"]).options} - {*task_class(data["task"]).options}
-        amending["data"] |= {option: None for option in sorted(gone) if before.get(option) is not None}
+    if changed:
+        amending = _merged(amending, _of_other_task(data["task"], present, default))
     if "model" in changes:
         amending["model"] = changes["model"]
     if (export := changes.get("export")) == {"recipes": []}:  # the task has no ONNX files
         amending["export"] = export
-    usual = default["teacher"]["epochs"]
-    if present["teacher"]["epochs"] in (0, usual):  # any other number was set by the user
-        amending["teacher"] = changes.get("teacher", {"epochs": usual})
-    return amending
+    return {section: values for section, values in amending.items() if values}
+
+
+def _has_initial_size(present: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+    """Whether data.sizes.train is what `init` writes, so that the user did not set it."""
+    all_rows = _own_data(present) and not task_class(present["data"]["task"]).running_text
+    return bool(present["data"]["sizes"]["train"] == (None if all_rows else default["data"]["sizes"]["train"]))
+
+
+def _of_other_task(task: TaskName, present: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what follows from another task: its own limits, and nothing that it refuses.
+
+    Limits of a promotion change even if the user set them, since they are in units of the other task's metric.
+    """
+    from flows.workspace.params_from_data import of_task
+
+    before, kind = present["data"]["task"], task_class(task)
+    was, own = of_task(before), of_task(task)
+    changes: dict[str, dict[str, Any]] = {}
+    for section, keys in _merged(was, own).items():
+        old, new = ({**default[section], **derived.get(section, {})} for derived in (was, own))
+        changes[section] = {
+            key: new[key]
+            for key in keys
+            if new[key] != old[key] and (section == "promotion" or present[section][key] == old[key])
+        }
+    refused: dict[str, dict[str, Any]] = {
+        "data": dict.fromkeys(sorted({*task_class(before).options} - {*kind.options})),
+        "evaluate": {},
+    }
+    if not kind.running_text:
+        refused["data"] |= {"calibration_texts": {}}
+        refused["evaluate"] = {"texts": {}, "zero_shot": []}
+    stated = {
+        name: {key: none for key, none in keys.items() if present[name][key] != none} for name, keys in refused.items()
+    }
+    if not kind.running_text and present["data"]["written"]["examples"]:
+        stated["data"]["written"] = {"examples": 0}
+    return _merged(changes, stated)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of both. Where both have a value, it is that of `second`."""
+    return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
+
+
+def _epochs(
+    changes: Mapping[str, Any],
+    draft: Path,
+    present: Mapping[str, Any],
+    default: Mapping[str, Any],
+    step: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the section teacher, if its epochs follow from the head and the labels, and now others do."""
+    usual = {"epochs": default["teacher"]["epochs"]}
+    mine, new = {"epochs": present["teacher"]["epochs"]}, changes.get("teacher", usual)
+    if "data" not in changes or mine == new or mine["epochs"] not in (0, usual["epochs"]):
+        return {}
+    if source := _own_data(present):
+        nothing = InitOptions(None, None, None, None, None, None)
+        with suppress(EckartError):  # nobody knows what followed from files that cannot be read
+            if mine != _adapted(draft, nothing, present, None, source, step)[0].get("teacher", usual):
+                return {}  # the user has set them
+    return {"teacher": new}
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:

@@ -73,16 +73,13 @@ def of_data(
         changes["trainer"] = {"micro_batch": _AT_ONCE}
         changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": _UNSEEN}
         changes["export"] = {"recipes": ["narrowed"]}
-        changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
     else:
         changes["data"]["sizes"] = {"train": None}  # all, also of data that grow
-        changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     if task_class(kind).from_original:
         with ExitStack() as stack:
             changes["data"]["pooling"] = sentence_files.pooling_of(located(base, stack)[0])
-        changes["importance"] = {"labels": task_class(kind).calibration_labels[0]}
-        changes["study"] = {"goals": [{"largest_drop": _RECALL}]}
-        changes["promotion"] = {"largest_drop": _RECALL}
+    for name, section_of_task in of_task(kind).items():
+        changes[name] = changes.get(name, {}) | section_of_task
     section = sections(read())["data"]
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")
@@ -94,6 +91,19 @@ def of_data(
         changes["export"] = {"recipes": []}
     knows = task_head.fit(config, kind, labels) == "known"
     return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
+
+
+def of_task(kind: TaskName) -> dict[str, dict[str, Any]]:
+    """Return the sections of params.yaml that follow from the task alone: limits are in the units of its metric."""
+    if task_class(kind).running_text:
+        return {"promotion": {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}}
+    if task_class(kind).from_original:
+        return {
+            "importance": {"labels": task_class(kind).calibration_labels[0]},
+            "study": {"goals": [{"largest_drop": _RECALL}]},
+            "promotion": {"largest_drop": _RECALL},
+        }
+    return {"study": {"goals": [{"largest_drop": 0.01}]}}
 
 
 def _files(source: Path) -> dict[str, Path]:

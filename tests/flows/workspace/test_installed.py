@@ -300,6 +300,37 @@ def test_another_task_has_no_option_of_the_one_before(own: Path, monkeypatch: py
     assert mistakes(read()) == []
 
 
+def test_what_its_user_set_is_kept(own: Path) -> None:
+    """Also where `init` would write another value now: it would have written that one before."""
+    bert(id2label={0: "joy", 1: "anger"}).save_pretrained("my-model")
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    mine: dict[str, Any] = {"teacher": {"epochs": 0}, "data": {"sizes": {"train": 30}}, "promotion": {"keep": 0.7}}
+    yaml_edit.update(mine, Path("shop/params.yaml"))
+    Path("reviews.csv").rename("more.csv")
+    for options in (replace(NONE, text="body"), InitOptions(None, Path("more.csv"), "body", None, "stars", None)):
+        new_workspace.init(Path("shop"), options, again=True)
+        found = params(Path("shop"))
+        assert [found["teacher"]["epochs"], found["data"]["sizes"]["train"], found["promotion"]["keep"]] == [0, 30, 0.7]
+
+
+def test_another_task_has_its_own_limits(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of perplexity would let any accuracy pass, and texts of a language model are refused."""
+    Path("long.txt").write_text("\n".join(f"a good movie {number}" for number in range(2000)))
+    text = InitOptions("my-model", Path("long.txt"), None, None, None, "language_modeling")
+    new_workspace.init(Path("shop"), text)
+    default = read(REPOSITORY / "params.yaml")["promotion"]
+    new_workspace.init(Path("shop"), InitOptions(None, Path("reviews.csv"), "body", None, "stars", None), again=True)
+    monkeypatch.chdir("shop")
+    assert params(Path())["promotion"] == default | {"model": "shop"}
+    assert mistakes(read()) == []
+    assert params(Path())["study"]["goals"]
+    yaml_edit.update({"data": {"columns": {"text": "text", "label": None}}})
+    monkeypatch.chdir(own)
+    new_workspace.init(Path("shop"), replace(text, base=None), again=True)
+    assert params(Path("shop"))["promotion"]["largest_drop"] > 1
+    assert not params(Path("shop"))["study"]["goals"]  # one of accuracy
+
+
 def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
     known = bert(id2label={0: "negative", 1: "positive"})
     known.save_pretrained("my-model")

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from flows.goal_search import pursue
 from tasks.compare import compare
 from tasks.config import yaml_edit
-from tasks.config.schema import Goal, ParamsError, parse
+from tasks.config.schema import Goal, ParamsError, parse, read
 from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, load_results
@@ -208,3 +208,13 @@ def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
     assert len(lines) == 1
     yaml_edit.update({"study": {"keeps": [0.5, 0.33]}}, path)
     assert path.read_text() == before
+
+
+def test_what_is_emptied_is_empty_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(
+        "study:\n  goals:  # what for\n    - {speedup: 2.0}\n  texts:\n    a: {b: 1}\n\nseed: 0  # of all\n"
+    )
+    yaml_edit.update({"study": {"goals": [], "texts": {}}}, path)
+    assert read(path) == {"study": {"goals": [], "texts": {}}, "seed": 0}
+    assert "# of all" in path.read_text()
