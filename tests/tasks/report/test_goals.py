@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from flows.goal_search import pursue
+from flows.study import StudyFailed
 from tasks.compare import compare
 from tasks.config import yaml_edit
 from tasks.config.schema import Goal, ParamsError, parse, read
@@ -161,6 +163,48 @@ def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: P
     assert sorted(about) == sorted(f"keep {keep}" for keep in runs[-1])
     assert not [one for one in goal_results(load_results()) if one.closer]
     assert all(one.met for one in goal_results(load_results()))
+
+
+def keeps_of_params() -> list[float]:
+    keeps: list[float] = YAML(typ="safe").load(Path("params.yaml").read_text())["study"]["keeps"]
+    return keeps
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.2])
+def test_a_keep_without_a_rank_bounds_the_search(workspace: Path, limit: float) -> None:
+    """It is out of params.yaml again, where the next search would fail at it."""
+    ask(bytes=int(4000 * limit))
+    tried: set[float] = set()
+
+    def run() -> None:
+        keeps = keeps_of_params()
+        tried.update(keeps)
+        if min(keeps) < 0.15:
+            raise StudyFailed(
+                f"  factorize@one-{min(keeps)}: keep={min(keeps):g} does not pay for rank 1 of all 4 targets"
+            )
+        for recipe, keep in itertools.product(["one", "two"], keeps):
+            make_candidate(recipe, keep, TARGETS, 0.8)
+            path = Path(f"reports/evaluate/{recipe}-{keep}.json")
+            evaluation = json.loads(path.read_text())
+            evaluation["size"]["bytes"] = int(4000 * keep)
+            path.write_text(json.dumps(evaluation))
+
+    pursue(run, print)
+    assert (min(tried) < 0.15) == (limit < 0.15)
+    assert min(keeps_of_params()) == (0.25 if limit < 0.15 else 0.2)
+
+
+def test_a_keep_of_the_user_s_own_without_a_rank_is_an_error(workspace: Path) -> None:
+    ask(bytes=400)
+    before = keeps_of_params()
+
+    def run() -> None:
+        raise StudyFailed("keep=0.25 does not pay for rank 1 of all 4 targets")
+
+    with pytest.raises(StudyFailed):
+        pursue(run, print)
+    assert keeps_of_params() == before
 
 
 def test_nothing_runs_without_a_goal(workspace: Path) -> None:
