@@ -22,6 +22,7 @@ from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
 _SPLITS = ("train", "validation", "test")
+_VALIDATION = ("dev", "val", "valid")  # other names of that split
 _SAMPLE = 1000  # number of examples to count the tokens of
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
@@ -50,8 +51,8 @@ def of_data(
             would refuse the rows.
     """
     datasets.disable_progress_bars()
-    files = _files(Path(source))
-    rows = as_frame(read_file(files["train"]), None)
+    splits, train = _splits(Path(source))
+    rows = as_frame(read_file(train), None)
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
     if label is None and task_class(kind).label != "required":
@@ -60,7 +61,7 @@ def of_data(
     changes: dict[str, Any] = {
         "data": {
             "source": source,
-            "splits": {split: split if split in files else None for split in _SPLITS},
+            "splits": {split: splits.get(split) for split in _SPLITS},
             "columns": columns,
             "task": kind,
             "metric": task_class(kind).metrics[0],
@@ -106,14 +107,23 @@ def of_task(kind: TaskName) -> dict[str, dict[str, Any]]:
     return {"study": {"goals": [{"largest_drop": 0.01}]}}
 
 
-def _files(source: Path) -> dict[str, Path]:
-    """Return split → file for a folder with files named by split. If `source` is a file, it is the split train."""
-    named = files_of_splits(source)
-    if "train" not in named:
+def _splits(source: Path) -> tuple[dict[str, str], Path]:
+    """Return split → its name in a folder with files named by split, and the file of train.
+
+    Case does not matter, and validation has other names, too. If `source` is a file, it is the split train.
+    """
+    files = files_of_splits(source)
+    names: dict[str, str] = {}
+    for name in files:
+        split = "validation" if name.lower() in _VALIDATION else name.lower()
+        if split in names and split in _SPLITS:
+            raise StageError(f"{files[names[split]]} and {files[name]} are both the split {split}: remove one of them")
+        names[split] = name
+    if "train" not in names:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"
         )
-    return {split: named[split] for split in _SPLITS if split in named}
+    return names, files[names["train"]]
 
 
 def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:

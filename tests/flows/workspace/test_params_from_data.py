@@ -141,6 +141,28 @@ def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
     assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "validation": None, "test": "test"}
 
 
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        (["train.csv", "dev.csv"], ["train", "dev", None]),
+        (["Train.csv", "Test.csv", "valid.CSV"], ["Train", "valid", "Test"]),
+    ],
+)
+def test_splits_have_their_usual_names(workspace: Path, files: list[str], splits: list[str | None]) -> None:
+    for first, name in enumerate(files):
+        frame = pd.DataFrame({"text": reviews()["text"], "label": 30 * [0, 1]})
+        (RAW / "folder").mkdir(exist_ok=True)
+        frame[20 * first : 20 * first + 20].to_csv(RAW / "folder" / name, index=False)
+    assert list(told("data/raw/folder")["data"]["splits"].values()) == splits
+
+
+def test_two_names_of_validation_are_refused(workspace: Path) -> None:
+    for name in ("train.csv", "dev.csv", "validation.csv"):
+        table(f"folder/{name}", label=30 * [0, 1])
+    with pytest.raises(EckartError, match=r"dev\.csv and .*validation\.csv"):
+        told("data/raw/folder")
+
+
 def running_text() -> str:
     """Write a table of texts alone, and return its path."""
     texts = [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]

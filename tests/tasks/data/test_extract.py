@@ -212,6 +212,23 @@ def test_a_test_split_that_is_not_named_is_not_read() -> None:
     assert "a leak" not in set(extracted("data/raw/folder")["test"]["text"])
 
 
+@pytest.mark.parametrize("name", ["test.csv.gz", "Test.xlsx", "validation"])
+def test_a_split_in_another_format_is_refused(name: str) -> None:
+    """Or else it would be taken out of train."""
+    write(name="folder/train")
+    Path(f"data/raw/folder/{name}").touch()
+    assert name in refusal("data/raw/folder")
+
+
+def test_case_does_not_matter_in_a_suffix_and_a_split_may_have_notes() -> None:
+    write(name="folder/train")
+    write(reviews().assign(text="a test"), "folder/test")
+    Path("data/raw/folder/test.csv").rename("data/raw/folder/test.CSV")
+    Path("data/raw/folder/test.md").touch()
+    splits = {"train": "train", "validation": None, "test": "test"}
+    assert set(extracted("data/raw/folder", splits=splits)["test"]["text"]) == {"a test"}
+
+
 def test_two_files_of_one_split_are_refused() -> None:
     """Or else one of them would be dropped in silence."""
     write(name="folder/train")
