@@ -276,6 +276,9 @@ def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
     kind = task_class(task)
     named = {role: name for role, name in columns.items() if isinstance(name, str)}
     null = [role for role, name in columns.items() if name is None]
+    for role in ("text_pair", "label"):
+        if role in named and named[role] == named.get("text"):
+            yield f"data.columns.{role}: is {named[role]}, the column of the text; write the name of another column"
     if kind.label == "refused" and "label" in named:
         yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
     if kind.label == "required" and "label" in null:

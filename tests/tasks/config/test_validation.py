@@ -418,6 +418,11 @@ def test_only_a_perplexity_can_gain_as_much_as_1(gain: float) -> None:
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
+@pytest.mark.parametrize("role", ["label", "text_pair"])
+def test_the_text_is_no_other_column_too(role: str) -> None:
+    only(tiny(data={"columns": {role: "text"}}), f"data.columns.{role}")
+
+
 @pytest.mark.parametrize("drop", [1, 5.0])
 def test_only_a_perplexity_can_fall_by_1(drop: float) -> None:
     """Of accuracy, this would be a limit that no model misses; who writes it means points."""
