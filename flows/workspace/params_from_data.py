@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
@@ -17,13 +18,14 @@ from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
-from tasks.models.model_io import UNLOADABLE
+from tasks.models.model_io import UNLOADABLE, longest
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
 _SPLITS = ("train", "validation", "test")
 _VALIDATION = ("dev", "val", "valid")  # other names of that split
 _SAMPLE = 1000  # number of examples to count the tokens of
+_MOST = 512  # tokens in a text
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
@@ -173,6 +175,16 @@ def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"sizes": {"calibration": _BLOCKS}, "calibration_blocks": "random", "written": written, **first}
 
 
+def _most_tokens(config: PreTrainedConfig) -> int:
+    """Return the number of tokens that the model has positions for, or 512 if it has more, or its config says none."""
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST
+    if stated > _MOST + 2:  # after RoBERTa's padding
+        return _MOST
+    with suppress(*UNLOADABLE), torch.device("meta"):
+        stated = longest(AutoModel.from_config(config)) or stated
+    return min(stated, _MOST)
+
+
 def _length(
     rows: pd.DataFrame,
     columns: Sequence[str | None],
@@ -184,8 +196,7 @@ def _length(
 
     It is at most 512, and at most what the model allows. For running text it is the largest such number.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
-    most = min(positions, 512)
+    most = _most_tokens(config)
     if task_class(kind).running_text:
         return most
     sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)

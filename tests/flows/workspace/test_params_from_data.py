@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from flows.workspace import params_from_data
 from tasks.artifacts.errors import EckartError
@@ -102,6 +103,17 @@ def test_rows_fit_into_the_length_and_the_model(workspace: Path) -> None:
     frame = pd.DataFrame({"text": [" ".join([text] * 20) for text in reviews()["text"]], "label": 30 * [0, 1]})
     frame.to_csv(RAW / "long.csv", index=False)
     assert told("data/raw/long.csv")["data"]["max_length"] == 64
+
+
+def test_the_positions_of_roberta_begin_after_its_padding(workspace: Path) -> None:
+    """Of 34, those for 32 tokens are left, as the padding has the id 1."""
+    config = RobertaConfig(
+        vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=1
+    )
+    config.max_position_embeddings = 34
+    RobertaForSequenceClassification(config).save_pretrained(BASE)
+    source = table(text=[" ".join([text] * 20) for text in reviews()["text"]], label=30 * [0, 1])
+    assert told(source)["data"]["max_length"] == 32
 
 
 @pytest.mark.parametrize(
