@@ -57,14 +57,23 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
-    """Turn numbers in the column label into text if the labels of another split are text.
+    """Turn numbers in the column label into text if the labels of another split are text, and 1.0 into 1 elsewhere.
 
-    A CSV file has no types: 1 is a number only in a file whose other labels are numbers.
+    A CSV file has no types: 1 is a number only in a file whose other labels are numbers, and 1.0 only in one that a
+    program wrote so.
     """
+    for rows in parts.values():
+        if pd.api.types.is_float_dtype(rows["label"]) and _are_whole(rows["label"]):
+            rows["label"] = rows["label"].astype("int64")
     if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
         for rows in parts.values():
             if pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
                 rows["label"] = rows["label"].convert_dtypes().astype("string")
+
+
+def _are_whole(numbers: pd.Series) -> bool:
+    """Whether all are whole, and none is missing or too large for an integer."""
+    return bool(numbers.notna().all() and (numbers.abs() < 2**53).all() and (numbers % 1 == 0).all())
 
 
 def source_of(text: Text, params: Data) -> Data:

@@ -229,6 +229,16 @@ def test_case_does_not_matter_in_a_suffix_and_a_split_may_have_notes() -> None:
     assert set(extracted("data/raw/folder", splits=splits)["test"]["text"]) == {"a test"}
 
 
+def test_whole_numbers_are_the_same_classes_with_a_point_and_without() -> None:
+    """The names of the outputs of a base model's head are LABEL_0 and LABEL_1, which 0.0 and 1.0 do not fit."""
+    truth = {text: int(label == "positive") for text, label in pairs(reviews())}
+    numbered = reviews().assign(label=[truth[text] for text in reviews()["text"]])
+    write(numbered.assign(label=numbered["label"].astype(float)), "folder/train")
+    write(numbered.assign(text="a " + numbered["text"]), "folder/test")
+    extracted("data/raw/folder", splits={"train": "train", "validation": None, "test": "test"})
+    assert load_task().labels == ("0", "1")
+
+
 def test_two_files_of_one_split_are_refused() -> None:
     """Or else one of them would be dropped in silence."""
     write(name="folder/train")
