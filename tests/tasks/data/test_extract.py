@@ -239,6 +239,19 @@ def test_whole_numbers_are_the_same_classes_with_a_point_and_without() -> None:
     assert load_task().labels == ("0", "1")
 
 
+def test_labels_that_float32_would_make_equal_are_refused() -> None:
+    """Seconds of one minute in this century: float32 has every 128th. As differences from the first they are exact."""
+    rows = reviews().assign(label=[1_700_000_000 + row for row in range(60)])
+    assert "mean" in refusal(write(rows), **REGRESSION)
+    for labels in (
+        rows["label"] - 1_700_000_000,
+        [1.7e9 + row * 1e7 for row in range(60)],
+        [0.1 + row / 7 for row in range(60)],
+        0.1,
+    ):
+        extracted(write(rows.assign(label=labels)), **REGRESSION)
+
+
 def test_two_files_of_one_split_are_refused() -> None:
     """Or else one of them would be dropped in silence."""
     write(name="folder/train")
