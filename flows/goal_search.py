@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+from flows.study import StudyFailed
 from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
 from tasks.report.goals import goal_results, goal_text
@@ -16,31 +18,50 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
     Each round adds one value for each recipe and goal, unless no value can bring the recipe closer to the goal. All
     recipes are run at every value, so that they can be compared. The values are written into params.yaml, so that an
-    interrupted search can continue. A line about each value is logged.
+    interrupted search can continue. A line about each value is logged. A value that is too small for rank 1 is taken
+    out again, and no smaller one is tried.
 
     Raises:
         ParamsError: study.goals is empty.
-        StudyFailed: some stages failed.
+        StudyFailed: some stages failed, and not because of a value that was added here.
     """
     if not validation.typed_section("study").goals:
         raise schema.ParamsError(
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
     logged: set[str] = set()
+    added: set[float] = set()
+    too_small = 0.0
     while True:
-        run()
+        try:
+            run()
+        except StudyFailed as error:
+            failed = {
+                keep for keep in map(float, re.findall(r"\bkeep=([\d.]+) does not pay", str(error))) if keep in added
+            }
+            if not failed:
+                raise
+            added -= failed
+            too_small = max(too_small, *failed)
+            log(f"keep {', '.join(map(str, sorted(failed)))} is too small for rank 1, and out of {PARAMS} again.")
+            _set_keeps({*schema.read()["study"]["keeps"]} - failed)
+            continue
         results = load_results()
         for keep in (keep for keep in results.keeps if keep not in logged):
             log(_line(results, keep))
             logged.add(keep)
-        open_goals = [goal for goal in goal_results(results) if goal.closer]
+        open_goals = [goal for goal in goal_results(results) if goal.closer and float(goal.closer) > too_small]
         if not open_goals:
             return
         keeps = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
         reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
         log(f"Trying keep {', '.join(keeps)}, now in {PARAMS}, for {reasons}.")
-        more = {*schema.section("study.keeps", list), *map(float, keeps)}
-        yaml_edit.update({"study": {"keeps": sorted(more, reverse=True)}})
+        added |= {*map(float, keeps)}
+        _set_keeps({*schema.section("study.keeps", list), *map(float, keeps)})
+
+
+def _set_keeps(keeps: set[float]) -> None:
+    yaml_edit.update({"study": {"keeps": sorted(keeps, reverse=True)}})
 
 
 def _line(results: Results, keep: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,9 +73,8 @@ def init(
         InitError: nothing was changed.
     """
     _check(folder, options, again)
-    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     # On the same disk as `folder`, so that moving files is fast.
-    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:
+    with TemporaryDirectory(prefix=".eckart-init-", dir=_existing(folder)) as temporary:
         draft = Path(temporary)
         shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:
@@ -136,6 +136,29 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
     for option, given in (("base", options.base), ("data", options.data)):
         if given and Path(given).is_dir() and folder.resolve().is_relative_to(Path(given).resolve()):
             raise InitError(f"--{option} {given} contains the workspace {folder}: name another folder for one of them")
+    for given, part in ((options.base, BASE), (options.data, RAW)):
+        if (given and Path(given).exists()) or (folder / part).exists():
+            _check_not_ignored(folder, part)
+
+
+def _check_not_ignored(folder: Path, part: Path) -> None:
+    """Raise an InitError if git ignores the file that DVC is to write beside `part`, since DVC refuses to write it."""
+    file = folder.absolute() / f"{part}.dvc"
+    try:
+        found = worktrees.git(_existing(folder), "check-ignore", "--verbose", "--no-index", str(file))
+    except worktrees.WorkspaceError:  # no rule is about it, or there is no repository yet
+        return
+    place, line, rule = found.partition("\t")[0].rsplit(":", 2)
+    if not rule.startswith("!"):
+        raise InitError(
+            f"git ignores {part}.dvc, with which others get your files, by the rule {rule} in line {line} of {place}: "
+            f"remove the rule; DVC will keep {part} itself out of git"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the innermost folder on the path to `folder` that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:
@@ -150,7 +173,8 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
     source = str(_bring(options.data, RAW, draft, folder)) if options.data else _own_data(present)
     changes, head = _adapted(draft, options, present, base, source, step)
     if again:
-        changes = _amending(changes, options, present, default)
+        epochs = _epochs(changes, draft, present, default, step)
+        changes = _amending(changes, options, present, default) | epochs
     elif changes:
         name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
@@ -222,8 +246,6 @@ def _amending(
     columns = options.text or options.text_pair or options.label or options.task
     data = changes.get("data", {})
     decided = {"source", "splits"} if options.data else set()
-    if options.data and "train" in data.get("sizes", {}):  # running text has a size for calibration alone
-        decided.add("sizes")
     if options.data or columns:
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:
@@ -231,20 +253,82 @@ def _amending(
     if options.data or options.base or options.label or options.task:
         decided.add("target_length")
     before = present["data"]
-    if changed := data.get("task") != before["task"]:
+    changed = bool(data) and data["task"] != before["task"]
+    if changed:
         decided.add("metric")
+    if (options.data or changed) and "train" in data["sizes"] and _has_initial_size(present, default):
+        decided.add("sizes")  # running text has a size for calibration alone
     amending = {"data": {name: value for name, value in data.items() if name in decided}}
-    if changed and data:  # another task refuses the options of the one before
-        gone = {*task_class(before["task"]).options} - {*task_class(data["task"]).options}
-        amending["data"] |= {option: None for option in sorted(gone) if before.get(option) is not None}
+    if changed:
+        amending = _merged(amending, _of_other_task(data["task"], present, default))
     if "model" in changes:
         amending["model"] = changes["model"]
     if (export := changes.get("export")) == {"recipes": []}:  # the task has no ONNX files
         amending["export"] = export
-    usual = default["teacher"]["epochs"]
-    if present["teacher"]["epochs"] in (0, usual):  # any other number was set by the user
-        amending["teacher"] = changes.get("teacher", {"epochs": usual})
-    return amending
+    return {section: values for section, values in amending.items() if values}
+
+
+def _has_initial_size(present: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+    """Whether data.sizes.train is what `init` writes, so that the user did not set it."""
+    all_rows = _own_data(present) and not task_class(present["data"]["task"]).running_text
+    return bool(present["data"]["sizes"]["train"] == (None if all_rows else default["data"]["sizes"]["train"]))
+
+
+def _of_other_task(task: TaskName, present: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what follows from another task: its own limits, and nothing that it refuses.
+
+    Limits of a promotion change even if the user set them, since they are in units of the other task's metric.
+    """
+    from flows.workspace.params_from_data import of_task
+
+    before, kind = present["data"]["task"], task_class(task)
+    was, own = of_task(before), of_task(task)
+    changes: dict[str, dict[str, Any]] = {}
+    for section, keys in _merged(was, own).items():
+        old, new = ({**default[section], **derived.get(section, {})} for derived in (was, own))
+        changes[section] = {
+            key: new[key]
+            for key in keys
+            if new[key] != old[key] and (section == "promotion" or present[section][key] == old[key])
+        }
+    refused: dict[str, dict[str, Any]] = {
+        "data": dict.fromkeys(sorted({*task_class(before).options} - {*kind.options})),
+        "evaluate": {},
+    }
+    if not kind.running_text:
+        refused["data"] |= {"calibration_texts": {}}
+        refused["evaluate"] = {"texts": {}, "zero_shot": []}
+    stated = {
+        name: {key: none for key, none in keys.items() if present[name][key] != none} for name, keys in refused.items()
+    }
+    if not kind.running_text and present["data"]["written"]["examples"]:
+        stated["data"]["written"] = {"examples": 0}
+    return _merged(changes, stated)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of both. Where both have a value, it is that of `second`."""
+    return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
+
+
+def _epochs(
+    changes: Mapping[str, Any],
+    draft: Path,
+    present: Mapping[str, Any],
+    default: Mapping[str, Any],
+    step: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the section teacher, if its epochs follow from the head and the labels, and now others do."""
+    usual = {"epochs": default["teacher"]["epochs"]}
+    mine, new = {"epochs": present["teacher"]["epochs"]}, changes.get("teacher", usual)
+    if "data" not in changes or mine == new or mine["epochs"] not in (0, usual["epochs"]):
+        return {}
+    if source := _own_data(present):
+        nothing = InitOptions(None, None, None, None, None, None)
+        with suppress(EckartError):  # nobody knows what followed from files that cannot be read
+            if mine != _adapted(draft, nothing, present, None, source, step)[0].get("teacher", usual):
+                return {}  # the user has set them
+    return {"teacher": new}
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
@@ -252,7 +336,8 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
-    path = place / source.resolve().name
+    # The name of a link itself: it may lead into a cache, whose files are named by digests, without a suffix.
+    path = place / os.path.basename(os.path.abspath(source))
     if (folder / path).exists():
         if cached_objects.measured(source) != cached_objects.measured(folder / path):
             raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")
@@ -274,7 +359,7 @@ def _hand_to_dvc(folder: Path, part: Path) -> None:
         if tracked:  # only .gitkeep: the folder was empty until now
             worktrees.git(folder, "rm", "--quiet", "--cached", "--", *tracked)
         _append(folder / part.with_name(".gitignore"), f"/{part.name}\n")
-        worktrees.dvc(folder, "add", "--quiet", str(part))
+        worktrees.dvc(folder, "add", str(part))  # with --quiet, it would not say why it fails
 
 
 def _set_up(folder: Path) -> None:

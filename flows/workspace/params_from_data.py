@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
@@ -17,12 +18,14 @@ from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
-from tasks.models.model_io import UNLOADABLE
+from tasks.models.model_io import UNLOADABLE, longest
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
 _SPLITS = ("train", "validation", "test")
+_VALIDATION = ("dev", "val", "valid")  # other names of that split
 _SAMPLE = 1000  # number of examples to count the tokens of
+_MOST = 512  # tokens in a text
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
@@ -50,8 +53,8 @@ def of_data(
             would refuse the rows.
     """
     datasets.disable_progress_bars()
-    files = _files(Path(source))
-    rows = as_frame(read_file(files["train"]), None)
+    splits, train = _splits(Path(source))
+    rows = as_frame(read_file(train), None)
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
     if label is None and task_class(kind).label != "required":
@@ -60,7 +63,7 @@ def of_data(
     changes: dict[str, Any] = {
         "data": {
             "source": source,
-            "splits": {split: split if split in files else None for split in _SPLITS},
+            "splits": {split: splits.get(split) for split in _SPLITS},
             "columns": columns,
             "task": kind,
             "metric": task_class(kind).metrics[0],
@@ -73,16 +76,13 @@ def of_data(
         changes["trainer"] = {"micro_batch": _AT_ONCE}
         changes["evaluate"] = {"batch_size": _AT_ONCE, "texts": _UNSEEN}
         changes["export"] = {"recipes": ["narrowed"]}
-        changes["promotion"] = {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}
     else:
         changes["data"]["sizes"] = {"train": None}  # all, also of data that grow
-        changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     if task_class(kind).from_original:
         with ExitStack() as stack:
             changes["data"]["pooling"] = sentence_files.pooling_of(located(base, stack)[0])
-        changes["importance"] = {"labels": task_class(kind).calibration_labels[0]}
-        changes["study"] = {"goals": [{"largest_drop": _RECALL}]}
-        changes["promotion"] = {"largest_drop": _RECALL}
+    for name, section_of_task in of_task(kind).items():
+        changes[name] = changes.get(name, {}) | section_of_task
     section = sections(read())["data"]
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")
@@ -96,14 +96,36 @@ def of_data(
     return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
 
 
-def _files(source: Path) -> dict[str, Path]:
-    """Return split → file for a folder with files named by split. If `source` is a file, it is the split train."""
-    named = files_of_splits(source)
-    if "train" not in named:
+def of_task(kind: TaskName) -> dict[str, dict[str, Any]]:
+    """Return the sections of params.yaml that follow from the task alone: limits are in the units of its metric."""
+    if task_class(kind).running_text:
+        return {"promotion": {"largest_drop": 5.0, "keep": 0.8, "least_speedup": None}}
+    if task_class(kind).from_original:
+        return {
+            "importance": {"labels": task_class(kind).calibration_labels[0]},
+            "study": {"goals": [{"largest_drop": _RECALL}]},
+            "promotion": {"largest_drop": _RECALL},
+        }
+    return {"study": {"goals": [{"largest_drop": 0.01}]}}
+
+
+def _splits(source: Path) -> tuple[dict[str, str], Path]:
+    """Return split → its name in a folder with files named by split, and the file of train.
+
+    Case does not matter, and validation has other names, too. If `source` is a file, it is the split train.
+    """
+    files = files_of_splits(source)
+    names: dict[str, str] = {}
+    for name in files:
+        split = "validation" if name.lower() in _VALIDATION else name.lower()
+        if split in names and split in _SPLITS:
+            raise StageError(f"{files[names[split]]} and {files[name]} are both the split {split}: remove one of them")
+        names[split] = name
+    if "train" not in names:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"
         )
-    return {split: named[split] for split in _SPLITS if split in named}
+    return names, files[names["train"]]
 
 
 def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
@@ -153,6 +175,16 @@ def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"sizes": {"calibration": _BLOCKS}, "calibration_blocks": "random", "written": written, **first}
 
 
+def _most_tokens(config: PreTrainedConfig) -> int:
+    """Return the number of tokens that the model has positions for, or 512 if it has more, or its config says none."""
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST
+    if stated > _MOST + 2:  # after RoBERTa's padding
+        return _MOST
+    with suppress(*UNLOADABLE), torch.device("meta"):
+        stated = longest(AutoModel.from_config(config)) or stated
+    return min(stated, _MOST)
+
+
 def _length(
     rows: pd.DataFrame,
     columns: Sequence[str | None],
@@ -164,8 +196,7 @@ def _length(
 
     It is at most 512, and at most what the model allows. For running text it is the largest such number.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
-    most = min(positions, 512)
+    most = _most_tokens(config)
     if task_class(kind).running_text:
         return most
     sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)

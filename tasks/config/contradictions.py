@@ -35,14 +35,13 @@ def contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated:
     task = _at(content, "data", "task")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, typed, content["data"])
+        yield from _meaningless_limits(task, typed, content["data"].get("metric"))
         if task_class(task).from_original:
             yield from _ranks_by_loss(task, used_recipes)
         if not task_class(task).running_text:
             yield from _saved_logits(task, used_recipes)
     if (teacher := typed["teacher"]) and teacher.schedule == "constant" and teacher.last_rate:
         yield "teacher.last_rate: has no effect, because the schedule is constant; write 0.0, or linear or cosine there"
-    if typed["promotion"]:
-        yield from _impossible_gain(typed["promotion"].least_gain, _at(content, "data", "metric"))
     if typed["trainer"]:
         yield from _trainer_mistakes(typed["trainer"], recipes, used_recipes, content)
     if typed["targets"]:
@@ -120,10 +119,20 @@ def _ranks_by_loss(task: TaskName, recipes: Mapping[str, Recipe]) -> Iterator[st
             )
 
 
-def _impossible_gain(gain: float | None, metric: Any) -> Iterator[str]:
-    if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
-        title = METRICS[metric].title
-        yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
+def _meaningless_limits(task: TaskName, typed: Mapping[str, Any], metric: Any) -> Iterator[str]:
+    """Yield a line for each limit that no model can miss or meet, because the metric lies between -1 and 1."""
+    if metric not in task_class(task).metrics or not METRICS[metric].bounded:
+        return
+    title, promotion, study = METRICS[metric].title, typed["promotion"], typed["study"]
+    if promotion and not -1 < promotion.least_gain < 1:
+        gain = f"{promotion.least_gain:g}"
+        yield f"promotion.least_gain: is {gain}, too much for a gain of {title}; write a number between -1 and 1"
+    drops = {"promotion": promotion.largest_drop} if promotion else {}
+    if study:
+        drops |= {f"study.goals.{number}": goal.largest_drop for number, goal in enumerate(study.goals)}
+    for path, drop in drops.items():
+        if drop is not None and drop >= 1:
+            yield f"{path}.largest_drop: is {drop:g}, too much for a drop of {title}; write 0.01 for one point"
 
 
 def _trainer_mistakes(
@@ -267,6 +276,9 @@ def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
     kind = task_class(task)
     named = {role: name for role, name in columns.items() if isinstance(name, str)}
     null = [role for role, name in columns.items() if name is None]
+    for role in ("text_pair", "label"):
+        if role in named and named[role] == named.get("text"):
+            yield f"data.columns.{role}: is {named[role]}, the column of the text; write the name of another column"
     if kind.label == "refused" and "label" in named:
         yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
     if kind.label == "required" and "label" in null:

@@ -108,6 +108,18 @@ Figures = Annotated[dict[FigurePart, None], BeforeValidator(_named)]
 """Parts of the papers' figures, as the keys of a mapping for the same reason."""
 
 
+def _whole_size(value: object) -> object:
+    """Refuse a text that is more than a size: of `5,5 MB`, pydantic would read the 5 alone."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*\d*\.?\d+\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if not match or (match[1] or "b").lower() not in ByteSize.byte_sizes:
+            raise PydanticCustomError("size", "a number with a point and a unit, such as 5.5 MB, 800 KiB or 1000000")
+    return value
+
+
+Size = Annotated[ByteSize, BeforeValidator(_whole_size), Field(gt=0)]
+
+
 class ParamsError(EckartError):
     """Mistakes in params.yaml; the message lists all of them."""
 
@@ -125,7 +137,7 @@ class Goal(Section):
     speedup: PositiveFloat | None = Field(
         None, description="minimum speed-up over the original model in the same runtime: 1.5 is 1.5 times as fast"
     )
-    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(None, description="maximum size of the model file: 5 MB")
+    bytes: Size | None = Field(None, description="maximum size of the model file: 5 MB")
     runtime: Runtime = Field("torch", description="runtime of the goal: torch, or onnxruntime in float32 or int8")
 
     @model_validator(mode="after")

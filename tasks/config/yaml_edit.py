@@ -24,11 +24,11 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
 
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes`, which may be nested, into the mapping `content`."""
+    """Write `changes`, which may be nested, into the mapping `content`. An empty mapping replaces what is there."""
     for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
+        if isinstance(value, Mapping) and value and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
-        elif isinstance(value, list) and isinstance(content.get(key), list):
+        elif isinstance(value, list) and value and isinstance(content.get(key), list):
             content[key][:] = value  # keeps the list object, which stores its layout
         elif key not in content and isinstance(content, CommentedMap) and not isinstance(value, Mapping):
             content.insert(0, key, value)  # as the last key, it would come after the empty line that ends the section

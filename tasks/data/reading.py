@@ -25,6 +25,7 @@ from tasks.runtime.stage_runner import say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+_NAMES = ("train", "validation", "test")  # of files that are meant as splits, whatever data.splits names
 _SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
@@ -56,14 +57,23 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
-    """Turn numbers in the column label into text if the labels of another split are text.
+    """Turn numbers in the column label into text if the labels of another split are text, and 1.0 into 1 elsewhere.
 
-    A CSV file has no types: 1 is a number only in a file whose other labels are numbers.
+    A CSV file has no types: 1 is a number only in a file whose other labels are numbers, and 1.0 only in one that a
+    program wrote so.
     """
+    for rows in parts.values():
+        if pd.api.types.is_float_dtype(rows["label"]) and _are_whole(rows["label"]):
+            rows["label"] = rows["label"].astype("int64")
     if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
         for rows in parts.values():
             if pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
                 rows["label"] = rows["label"].convert_dtypes().astype("string")
+
+
+def _are_whole(numbers: pd.Series) -> bool:
+    """Whether all are whole, and none is missing or too large for an integer."""
+    return bool(numbers.notna().all() and (numbers.abs() < 2**53).all() and (numbers % 1 == 0).all())
 
 
 def source_of(text: Text, params: Data) -> Data:
@@ -96,7 +106,7 @@ def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.Dat
         return {"train": PACKAGED[params.source]}
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
-    if not path.exists() and path.suffix not in FORMATS and not inside:
+    if not path.exists() and _suffix(path) not in FORMATS and not inside:
         return _from_hub(params)
     if not path.resolve().is_relative_to(Path.cwd()) or not inside:
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
@@ -112,19 +122,31 @@ def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
         single: name of the split if `path` is itself a file.
 
     Raises:
-        StageError: no file has a known format, or two files are the same split.
+        StageError: no file has a known format, two files are the same split, or the only file of a split has another
+            format: the split would be taken out of train.
     """
     files: dict[str, Path] = {}
+    others: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else single
-        if file.suffix not in FORMATS:
+        if _suffix(file) not in FORMATS:
+            others[file.name.partition(".")[0].lower()] = file
             continue
         if name in files:
             raise StageError(f"{files[name]} and {file} are both the split {name}: remove one of them")
         files[name] = file
     if not files:
         raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")
+    for name in {*_NAMES} & {*others} - {name.lower() for name in files}:
+        raise StageError(
+            f"{others[name]} is named like the split {name}, but does not end in {', '.join(FORMATS)}: unpack or "
+            "convert it, or give it another name"
+        )
     return files
+
+
+def _suffix(file: Path) -> str:
+    return file.suffix.lower()
 
 
 def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
@@ -134,7 +156,7 @@ def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
         StageError: the file is empty or does not have this format.
     """
     try:
-        rows = _read_csv(file) if file.suffix in _SEPARATED else _load(file)
+        rows = _read_csv(file) if _suffix(file) in _SEPARATED else _load(file)
     except UnicodeDecodeError as error:
         raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
@@ -160,9 +182,9 @@ def _read_csv(file: Path) -> pd.DataFrame:
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell. pandas would ignore
             that.
     """
-    if file.suffix == ".csv":
+    if _suffix(file) == ".csv":
         _check_quotes(file)
-    options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[file.suffix]}
+    options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[_suffix(file)]}
     with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
         return pd.read_csv(file, index_col=False, **options)
 
@@ -185,13 +207,13 @@ def _check_quotes(file: Path) -> None:
 
 def _load(file: Path) -> datasets.Dataset:
     """Load a file of another format."""
-    if file.suffix != ".parquet":
+    if _suffix(file) != ".parquet":
         _check_utf8(file)
-    options: dict[str, Any] = {"keep_linebreaks": True} if file.suffix == ".txt" else {}  # in rows, as on the hub
-    if FORMATS[file.suffix] == "json":  # the types of fields follow from the first 128 MB, not 10
+    options: dict[str, Any] = {"keep_linebreaks": True} if _suffix(file) == ".txt" else {}  # in rows, as on the hub
+    if FORMATS[_suffix(file)] == "json":  # the types of fields follow from the first 128 MB, not 10
         options["chunksize"] = min(file.stat().st_size + 1, 2**27)
     return datasets.load_dataset(
-        FORMATS[file.suffix],
+        FORMATS[_suffix(file)],
         data_files=glob.escape(str(file.absolute())),  # a [ would begin a pattern
         split="train",
         download_mode="force_redownload",  # the library's cache would answer for another content of the same age

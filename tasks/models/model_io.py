@@ -137,13 +137,18 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
     Raises:
         StageError: the model has too few positions.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for module in model.modules():  # RoBERTa's positions start after the index of the padding
-        if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
-            positions -= module.padding_idx + 1
-            break
+    positions = longest(model)
     if positions is not None and tokens > positions:
         raise StageError(f"{parameter} is {tokens}, but the model has {positions} positions: lower it")
+
+
+def longest(model: PreTrainedModel) -> int | None:
+    """Return the number of tokens that `model` has positions for, or None if its config states none."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for module in model.modules():  # RoBERTa's positions start after the index of the padding
+        if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
+            return positions - module.padding_idx - 1
+    return positions
 
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:

@@ -23,6 +23,9 @@ from tasks.scoring.metrics_on_draws import OnDraws
 if TYPE_CHECKING:
     from tasks.config.schema import Data
 
+_ROUNDING = 0.01
+"""Largest rounding error of a label in float32, as a share of the labels' range (choice)."""
+
 
 class Regression(SequenceTask):
     metrics: ClassVar = ("pearson", "spearman")
@@ -40,13 +43,18 @@ class Regression(SequenceTask):
         column = f"column {params.columns.label}"
         for frame in splits.values():
             try:
-                frame["label"] = frame["label"].astype("float32")
+                given = frame["label"].astype("float64")
+                frame["label"] = given.astype("float32")
             except (TypeError, ValueError) as error:
                 raise StageError(
                     f"{column} is not numeric ({error}): correct it, or set data.task to classification"
                 ) from error
             if not np.isfinite(frame["label"]).all():
                 raise StageError(f"{column} has labels that are not finite: remove those examples")
+            if (frame["label"] - given).abs().max() > _ROUNDING * (given.max() - given.min()) > 0:
+                raise StageError(
+                    f"{column} has numbers too large for their differences, which float32 rounds: subtract their mean"
+                )
         return ()
 
     @classmethod

@@ -64,7 +64,7 @@ def test_the_state_of_a_failed_run_holds_no_password(
 def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
     """No password of MLflow, Prefect, the DVC remote or a webhook; all servers but the remote's are there."""
     root = study.copied(tmp_path / "workspace")
-    promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}
+    promotion = {"largest_drop": 0.99, "keep": None, "least_speedup": None}
     write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion))
     users = root / ".dvc/config.local"
     users.write_text(f"[core]\n    remote = theirs\n['remote \"theirs\"']\n    url = {URL}/store\n")

@@ -24,7 +24,7 @@ from tests.tasks.training.test_saved_logits import recovered
 from tests.workspace import digests
 
 PROMOTION = """\
-promotion: {model: m, largest_drop: 1.0, standard_errors: 1.0, keep: null, least_speedup: null,
+promotion: {model: m, largest_drop: 0.99, standard_errors: 1.0, keep: null, least_speedup: null,
   least_gain: 0.0, continuation: 1}
 """
 CURVE = """'{"step":1,"loss":1.0}'"""

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.workspace import init as new_workspace
 from flows.workspace import installation, worktrees
-from flows.workspace.init import InitOptions
+from flows.workspace.init import InitError, InitOptions
 from tasks import resolve
 from tasks.config import yaml_edit
 from tasks.config.schema import read
@@ -214,6 +214,23 @@ def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None
     assert sorted(own.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("rules", "ignored"),
+    [("mine\nmodels/\n", "models/"), ("*.dvc\n", r"\*\.dvc"), ("/data/*\n", r"/data/\*"), ("/data/*\n!*.dvc\n", None)],
+)
+def test_what_git_ignores_cannot_be_in_dvc(own: Path, rules: str, ignored: str | None) -> None:
+    call(own, "git", "init", "-q")
+    Path(".gitignore").write_text(rules)
+    before = sorted(own.rglob("*"))
+    options = InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None)
+    if not ignored:
+        new_workspace.init(Path(), options)
+        return
+    with pytest.raises(InitError, match=rf"\.dvc.*rule {ignored} in line .* of \.gitignore: remove"):
+        new_workspace.init(Path(), options)
+    assert sorted(own.rglob("*")) == before
+
+
 def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
     new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
     shop = own / "shop"
@@ -221,6 +238,19 @@ def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
     assert {"data/raw.dvc", "models/base.dvc"} <= set(call(shop, "git", "ls-files").split())
     assert "reviews.csv" not in call(shop, "git", "ls-files")
     assert call(shop, "dvc", "status", "data/raw.dvc", "models/base.dvc").strip().endswith("up to date.")
+
+
+def test_data_behind_a_link_have_the_name_of_the_link(own: Path) -> None:
+    """A cache names files by their digests, and nothing there says what format they have."""
+    Path("blobs").mkdir()
+    Path("reviews.csv").rename("blobs/0a1b2c")
+    Path("linked.csv").symlink_to("blobs/0a1b2c")
+    Path("linked-model").symlink_to("my-model")
+    options = InitOptions("linked-model", Path("linked.csv"), "body", None, "stars", None)
+    new_workspace.init(Path("shop"), options)
+    written = params(Path("shop"))
+    assert (written["data"]["source"], written["model"]["base"]) == ("data/raw/linked.csv", "models/base/linked-model")
+    assert Path("shop/data/raw/linked.csv").read_bytes() == Path("blobs/0a1b2c").read_bytes()
 
 
 def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
@@ -268,6 +298,37 @@ def test_another_task_has_no_option_of_the_one_before(own: Path, monkeypatch: py
     assert mistakes(read()) == []
     new_workspace.init(Path(), replace(NONE, task="classification"), again=True)
     assert mistakes(read()) == []
+
+
+def test_what_its_user_set_is_kept(own: Path) -> None:
+    """Also where `init` would write another value now: it would have written that one before."""
+    bert(id2label={0: "joy", 1: "anger"}).save_pretrained("my-model")
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    mine: dict[str, Any] = {"teacher": {"epochs": 0}, "data": {"sizes": {"train": 30}}, "promotion": {"keep": 0.7}}
+    yaml_edit.update(mine, Path("shop/params.yaml"))
+    Path("reviews.csv").rename("more.csv")
+    for options in (replace(NONE, text="body"), InitOptions(None, Path("more.csv"), "body", None, "stars", None)):
+        new_workspace.init(Path("shop"), options, again=True)
+        found = params(Path("shop"))
+        assert [found["teacher"]["epochs"], found["data"]["sizes"]["train"], found["promotion"]["keep"]] == [0, 30, 0.7]
+
+
+def test_another_task_has_its_own_limits(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of perplexity would let any accuracy pass, and texts of a language model are refused."""
+    Path("long.txt").write_text("\n".join(f"a good movie {number}" for number in range(2000)))
+    text = InitOptions("my-model", Path("long.txt"), None, None, None, "language_modeling")
+    new_workspace.init(Path("shop"), text)
+    default = read(REPOSITORY / "params.yaml")["promotion"]
+    new_workspace.init(Path("shop"), InitOptions(None, Path("reviews.csv"), "body", None, "stars", None), again=True)
+    monkeypatch.chdir("shop")
+    assert params(Path())["promotion"] == default | {"model": "shop"}
+    assert mistakes(read()) == []
+    assert params(Path())["study"]["goals"]
+    yaml_edit.update({"data": {"columns": {"text": "text", "label": None}}})
+    monkeypatch.chdir(own)
+    new_workspace.init(Path("shop"), replace(text, base=None), again=True)
+    assert params(Path("shop"))["promotion"]["largest_drop"] > 1
+    assert not params(Path("shop"))["study"]["goals"]  # one of accuracy
 
 
 def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:

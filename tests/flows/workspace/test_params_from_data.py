@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from flows.workspace import params_from_data
 from tasks.artifacts.errors import EckartError
@@ -104,6 +105,17 @@ def test_rows_fit_into_the_length_and_the_model(workspace: Path) -> None:
     assert told("data/raw/long.csv")["data"]["max_length"] == 64
 
 
+def test_the_positions_of_roberta_begin_after_its_padding(workspace: Path) -> None:
+    """Of 34, those for 32 tokens are left, as the padding has the id 1."""
+    config = RobertaConfig(
+        vocab_size=99, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=1
+    )
+    config.max_position_embeddings = 34
+    RobertaForSequenceClassification(config).save_pretrained(BASE)
+    source = table(text=[" ".join([text] * 20) for text in reviews()["text"]], label=30 * [0, 1])
+    assert told(source)["data"]["max_length"] == 32
+
+
 @pytest.mark.parametrize(
     ("outputs", "labels", "knows"),
     [
@@ -139,6 +151,28 @@ def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
     rows[:40].to_csv(RAW / "folder/train.csv", index=False)
     rows[40:].to_csv(RAW / "folder/test.csv", index=False)
     assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "validation": None, "test": "test"}
+
+
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        (["train.csv", "dev.csv"], ["train", "dev", None]),
+        (["Train.csv", "Test.csv", "valid.CSV"], ["Train", "valid", "Test"]),
+    ],
+)
+def test_splits_have_their_usual_names(workspace: Path, files: list[str], splits: list[str | None]) -> None:
+    for first, name in enumerate(files):
+        frame = pd.DataFrame({"text": reviews()["text"], "label": 30 * [0, 1]})
+        (RAW / "folder").mkdir(exist_ok=True)
+        frame[20 * first : 20 * first + 20].to_csv(RAW / "folder" / name, index=False)
+    assert list(told("data/raw/folder")["data"]["splits"].values()) == splits
+
+
+def test_two_names_of_validation_are_refused(workspace: Path) -> None:
+    for name in ("train.csv", "dev.csv", "validation.csv"):
+        table(f"folder/{name}", label=30 * [0, 1])
+    with pytest.raises(EckartError, match=r"dev\.csv and .*validation\.csv"):
+        told("data/raw/folder")
 
 
 def running_text() -> str:

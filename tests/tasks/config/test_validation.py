@@ -418,6 +418,24 @@ def test_only_a_perplexity_can_gain_as_much_as_1(gain: float) -> None:
     assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
+@pytest.mark.parametrize("role", ["label", "text_pair"])
+def test_the_text_is_no_other_column_too(role: str) -> None:
+    only(tiny(data={"columns": {role: "text"}}), f"data.columns.{role}")
+
+
+@pytest.mark.parametrize("drop", [1, 5.0])
+def test_only_a_perplexity_can_fall_by_1(drop: float) -> None:
+    """Of accuracy, this would be a limit that no model misses; who writes it means points."""
+    goals = [{"speedup": 1.5}, {"largest_drop": drop}]
+    params = tiny(promotion={"largest_drop": drop}, study={"goals": goals})
+    found = mistakes(params)
+    assert paths(found) == ["promotion.largest_drop", "study.goals.1.largest_drop"]
+    assert all("accuracy" in line for line in found)
+    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+    embedding = tiny(data=data_of("embedding"), promotion={"largest_drop": drop}, **SECTIONS.get("embedding", {}))
+    only(embedding, "promotion.largest_drop")  # by a metric of its own
+
+
 @pytest.mark.parametrize("name", ["my-kfac", "", "a.b"])
 def test_a_recipe_s_name_is_a_word(name: str) -> None:
     """It becomes a part of stage names, where a dash comes before the keep, and of folders."""

@@ -212,6 +212,46 @@ def test_a_test_split_that_is_not_named_is_not_read() -> None:
     assert "a leak" not in set(extracted("data/raw/folder")["test"]["text"])
 
 
+@pytest.mark.parametrize("name", ["test.csv.gz", "Test.xlsx", "validation"])
+def test_a_split_in_another_format_is_refused(name: str) -> None:
+    """Or else it would be taken out of train."""
+    write(name="folder/train")
+    Path(f"data/raw/folder/{name}").touch()
+    assert name in refusal("data/raw/folder")
+
+
+def test_case_does_not_matter_in_a_suffix_and_a_split_may_have_notes() -> None:
+    write(name="folder/train")
+    write(reviews().assign(text="a test"), "folder/test")
+    Path("data/raw/folder/test.csv").rename("data/raw/folder/test.CSV")
+    Path("data/raw/folder/test.md").touch()
+    splits = {"train": "train", "validation": None, "test": "test"}
+    assert set(extracted("data/raw/folder", splits=splits)["test"]["text"]) == {"a test"}
+
+
+def test_whole_numbers_are_the_same_classes_with_a_point_and_without() -> None:
+    """The names of the outputs of a base model's head are LABEL_0 and LABEL_1, which 0.0 and 1.0 do not fit."""
+    truth = {text: int(label == "positive") for text, label in pairs(reviews())}
+    numbered = reviews().assign(label=[truth[text] for text in reviews()["text"]])
+    write(numbered.assign(label=numbered["label"].astype(float)), "folder/train")
+    write(numbered.assign(text="a " + numbered["text"]), "folder/test")
+    extracted("data/raw/folder", splits={"train": "train", "validation": None, "test": "test"})
+    assert load_task().labels == ("0", "1")
+
+
+def test_labels_that_float32_would_make_equal_are_refused() -> None:
+    """Seconds of one minute in this century: float32 has every 128th. As differences from the first they are exact."""
+    rows = reviews().assign(label=[1_700_000_000 + row for row in range(60)])
+    assert "mean" in refusal(write(rows), **REGRESSION)
+    for labels in (
+        rows["label"] - 1_700_000_000,
+        [1.7e9 + row * 1e7 for row in range(60)],
+        [0.1 + row / 7 for row in range(60)],
+        0.1,
+    ):
+        extracted(write(rows.assign(label=labels)), **REGRESSION)
+
+
 def test_two_files_of_one_split_are_refused() -> None:
     """Or else one of them would be dropped in silence."""
     write(name="folder/train")

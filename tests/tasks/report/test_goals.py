@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from flows.goal_search import pursue
+from flows.study import StudyFailed
 from tasks.compare import compare
 from tasks.config import yaml_edit
-from tasks.config.schema import Goal, ParamsError, parse
+from tasks.config.schema import Goal, ParamsError, parse, read
 from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, load_results
@@ -163,6 +165,48 @@ def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: P
     assert all(one.met for one in goal_results(load_results()))
 
 
+def keeps_of_params() -> list[float]:
+    keeps: list[float] = YAML(typ="safe").load(Path("params.yaml").read_text())["study"]["keeps"]
+    return keeps
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.2])
+def test_a_keep_without_a_rank_bounds_the_search(workspace: Path, limit: float) -> None:
+    """It is out of params.yaml again, where the next search would fail at it."""
+    ask(bytes=int(4000 * limit))
+    tried: set[float] = set()
+
+    def run() -> None:
+        keeps = keeps_of_params()
+        tried.update(keeps)
+        if min(keeps) < 0.15:
+            raise StudyFailed(
+                f"  factorize@one-{min(keeps)}: keep={min(keeps):g} does not pay for rank 1 of all 4 targets"
+            )
+        for recipe, keep in itertools.product(["one", "two"], keeps):
+            make_candidate(recipe, keep, TARGETS, 0.8)
+            path = Path(f"reports/evaluate/{recipe}-{keep}.json")
+            evaluation = json.loads(path.read_text())
+            evaluation["size"]["bytes"] = int(4000 * keep)
+            path.write_text(json.dumps(evaluation))
+
+    pursue(run, print)
+    assert (min(tried) < 0.15) == (limit < 0.15)
+    assert min(keeps_of_params()) == (0.25 if limit < 0.15 else 0.2)
+
+
+def test_a_keep_of_the_user_s_own_without_a_rank_is_an_error(workspace: Path) -> None:
+    ask(bytes=400)
+    before = keeps_of_params()
+
+    def run() -> None:
+        raise StudyFailed("keep=0.25 does not pay for rank 1 of all 4 targets")
+
+    with pytest.raises(StudyFailed):
+        pursue(run, print)
+    assert keeps_of_params() == before
+
+
 def test_nothing_runs_without_a_goal(workspace: Path) -> None:
     with pytest.raises(ParamsError):
         pursue(lambda: pytest.fail("it ran"), print)
@@ -183,8 +227,18 @@ def test_what_is_no_goal_is_refused(goal: dict[str, Any]) -> None:
         parse(goal, Goal, Path("params.yaml"))
 
 
-def test_bytes_have_units() -> None:
-    assert parse({"bytes": "3.9 MB"}, Goal, Path("params.yaml")).bytes == 3_900_000
+@pytest.mark.parametrize(("text", "size"), [("3.9 MB", 3_900_000), ("2kib", 2048), (".5M", 500_000), (" 700 ", 700)])
+def test_bytes_have_units(text: str, size: int) -> None:
+    assert parse({"bytes": text}, Goal, Path("params.yaml")).bytes == size
+
+
+@pytest.mark.parametrize(
+    "text", ["5,5 MB", "1,000,000", "5MB/s", "5. MB", "5 MB or so", "5 million", "MB", "-5 MB", ""]
+)
+def test_a_size_is_read_whole_or_not_at_all(text: str) -> None:
+    """Its beginning alone would be another size: 5 bytes of `5,5 MB`."""
+    with pytest.raises(ParamsError, match=r"\bbytes: .*MB"):
+        parse({"bytes": text}, Goal, Path("params.yaml"))
 
 
 def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
@@ -198,3 +252,13 @@ def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
     assert len(lines) == 1
     yaml_edit.update({"study": {"keeps": [0.5, 0.33]}}, path)
     assert path.read_text() == before
+
+
+def test_what_is_emptied_is_empty_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(
+        "study:\n  goals:  # what for\n    - {speedup: 2.0}\n  texts:\n    a: {b: 1}\n\nseed: 0  # of all\n"
+    )
+    yaml_edit.update({"study": {"goals": [], "texts": {}}}, path)
+    assert read(path) == {"study": {"goals": [], "texts": {}}, "seed": 0}
+    assert "# of all" in path.read_text()
