@@ -183,6 +183,8 @@ def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
         )
     if recipe.ranks.leaves_low_rank:
         yield "sequential", f"has no effect, because {recipe.ranks.kind} already leaves low-rank weights; write null"
+    if recipe.sequential and recipe.sequential.sums and not recipe.sequential.anchor:
+        yield "sequential.sums", "has no effect, because sequential.anchor is 0; write a larger anchor, or sums: false"
     if recipe.residual is not None:
         yield "sequential", "has no effect, because factors and residual add up to the weight; write null"
 

@@ -14,6 +14,11 @@ because the first term still does not depend on Ŵ.
 On a chain of linear layers without biases W* = W, because the error of a weighted SVD on its inputs is orthogonal to
 the outputs that the factors keep. So corrections only matter with residual connections, biases or nonlinear functions.
 
+A layer whose output is added to hidden states R̂ `(tokens, out)` can also correct their error, so that the sum is that
+of the original model (`sums`): W* is then the solution of X̂ W*ᵀ = X Wᵀ + R − R̂, and with E = (R − R̂)ᵀ X̂::
+
+    W* = (W (D + λ I) + E) (C + λ I)⁻¹.
+
 Related: AA-SVD, SAES-SVD and the error compensation M of PIFA (Zhao et al., ICML 2025) also start from the original
 model's outputs, with a weighting of one side. Ours is the weighting of both sides together with the anchor.
 
@@ -45,6 +50,7 @@ def anchored(
     anchor: float,
     ridge: float,
     start: Tensor | None = None,
+    sum_errors: Tensor | None = None,
 ) -> Tensor:
     """Return the corrected weight (1 − a) W + a W* `(out, in)`, computed in float64 if the device supports it.
 
@@ -56,6 +62,7 @@ def anchored(
         ridge: λ ÷ the mean of C's diagonal, above 0.
         start: weight W₀ `(out, in)` that is corrected, and that λ pulls to; None: W itself, if n = in. A narrowed layer
             reads fewer inputs, so it has its own W₀, and W* = W₀ + (W D − W₀ C) (C + λ I)⁻¹.
+        sum_errors: E `(out, in)`; None: 0.
     """
     w, c, d = (x.to(exact_dtype(x)) for x in (weight, inputs, dense_inputs))
     first = w if start is None else start.to(w)
@@ -64,6 +71,7 @@ def anchored(
         return first  # all inputs are zero
     ridged = c + ridge * level * torch.eye(len(c), dtype=c.dtype, device=c.device)
     missed = w @ (d - c) if start is None else w @ d - first @ c
+    missed = missed if sum_errors is None else missed + sum_errors.to(missed)
     return first + anchor * torch.linalg.solve(ridged, missed, left=False)
 
 
@@ -116,5 +124,6 @@ def anchor_targets(
             continue  # embeddings are not corrected
         module = deepcopy(present(model, layer.name))
         inputs, dense_inputs = (statistics[kind][layer.input_of] for kind in ("inputs", "dense_inputs"))
-        set_weight(module, anchored(weight_of(module), inputs, dense_inputs, anchor, ridge))
+        sum_errors = statistics.get("sum_errors", {}).get(layer.name)
+        set_weight(module, anchored(weight_of(module), inputs, dense_inputs, anchor, ridge, sum_errors=sum_errors))
         replace(model, layer.name, module)

@@ -24,14 +24,14 @@ refinement, each transformer layer is trained after its targets are factorized (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
+from eckart.calibration.losses import Batch, Loss, first_examples, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
@@ -51,6 +51,7 @@ from eckart.factorization.refinement import (
     split,
     steps,
 )
+from eckart.factorization.residual_sums import residual_readers
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.mlps import Widths
@@ -71,6 +72,11 @@ class InOrder(BaseModel):
     )
     ridge: float = Field(
         0.1, gt=0, description="weight λ of the pull to the original weights, in units of the inputs' mean square"
+    )
+    sums: bool = Field(
+        False,
+        description="whether a target whose output is added to hidden states corrects their error, too; for anchors "
+        "above 0",
     )
     refine: Refine | None = Field(
         None, description="train each transformer layer to restore the original layer's outputs; null: do not"
@@ -238,9 +244,14 @@ def factorize_in_order(
         plan = restore(model, dense, plan, ranks, narrowing.shape, [tensors for _, tensors in saved])
     refined = [block for block, _ in saved]
     remaining = [step for step in plan if not isinstance(step, Block)]
+    sums: Mapping[str, str] = {}
+    if order.anchor and order.sums and remaining:
+        batches = list(batches)
+        names = [target.name for group in remaining for target in group if not isinstance(target, Product)]
+        sums = residual_readers(model, first_examples(batches[0], 1), names)
     blocks = [step.name for step in plan if isinstance(step, Block)]
     since: list[Target] = []
-    with layerwise_forward(model, remaining, batches, dense, blocks) as forward:
+    with layerwise_forward(model, remaining, batches, dense, blocks, sums) as forward:
         for step in progress(plan, "Factorization in order", "step"):
             if isinstance(step, Block):
                 assert order.refine

@@ -15,19 +15,22 @@ compressed model then runs this layer once more, with the parameters that it has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Collector, Statistics
 from eckart.factorization.error_compensation import DenseModules
+from eckart.factorization.residual_sums import first_input
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target
 
@@ -56,6 +59,7 @@ def layerwise_forward(
     batches: Iterable[Batch],
     dense: DenseModules | None = None,
     blocks: Iterable[str] = (),
+    sums: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LayerwiseForward]:
     """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
 
@@ -63,9 +67,12 @@ def layerwise_forward(
         groups: groups of targets with the same input tensor, in order of execution.
         dense: the original modules, to run the original model as well; None: run only the factorized model.
         blocks: names of the transformer layers at whose ends the forwards also pause; only with `dense`.
+        sums: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
     """
     with frozen(model):
         forward = LayerwiseForward(model, list(batches), dense)
+        hooks = [forward.remember(reader) for reader in {*sums.values()}]
+        forward.sums = sums
         try:
             for group in groups:
                 forward.pause_at(group[0].name)
@@ -74,6 +81,8 @@ def layerwise_forward(
             yield forward
         finally:
             forward.end()
+            for hook in hooks:
+                hook.remove()
 
 
 class LayerwiseForward:
@@ -86,6 +95,18 @@ class LayerwiseForward:
         self._forwards = [_Forward(model, batch) for batch in batches]
         self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
+        self.sums: Mapping[str, str] = {}
+        """Target → module whose input is added to the target's output."""
+
+    def remember(self, name: str) -> RemovableHandle:
+        """Make all forwards remember the latest input of the module `name`, until the hook is removed."""
+
+        def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            running, x = _Forward.running(), first_input(args, kwargs)
+            if running and x is not None:
+                running.inputs[name] = x
+
+        return self._model.get_submodule(name).register_forward_pre_hook(read, with_kwargs=True)
 
     def pause_at(self, name: str) -> None:
         """Make all forwards pause when they call the target `name`, until `advance_to` has reached this target."""
@@ -143,11 +164,28 @@ class LayerwiseForward:
         first = group[0]
         collector = Collector(self._model, group, frozenset({"inputs"}))
         dense_inputs = self._advance_dense(first.name) if self._dense else [None] * len(self._batches)
-        for batch, forward, inputs in zip(self._batches, self._forwards, dense_inputs, strict=True):
+        errors: dict[str, Tensor] = {}
+        for number, (batch, forward) in enumerate(zip(self._batches, self._forwards, strict=True)):
             collector.start(batch)
-            collector.add_inputs(first, forward.advance_to(first.name), inputs)
+            x, _ = collector.add_inputs(first, forward.advance_to(first.name), dense_inputs[number])
+            for name, error in self._sum_errors(group, number, x):
+                errors[name] = errors.get(name, 0) + error
         self._undo.pop(first.name)()
-        return collector.finish()
+        errors = {name: error / collector.examples for name, error in errors.items()}
+        return {**collector.finish(), "sum_errors": errors}
+
+    def _sum_errors(self, group: Sequence[Target], number: int, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (R − R̂)ᵀ X̂ `(out, in)` for each target of `group` whose output is added to hidden states R.
+
+        Args:
+            number: number of the batch.
+            x: its inputs X̂ of the targets `(batch, tokens, in)`, zero at padding.
+        """
+        for target in group:
+            if reader := self.sums.get(target.name):
+                forwards = self._dense_forwards[number], self._forwards[number]
+                wanted, present = (forward.inputs[reader].to(x.dtype) for forward in forwards)
+                yield target.name, (wanted - present).reshape(-1, target.out_features).T @ x.flatten(0, 1)
 
     def end_block(self, block: str) -> list[BlockCall]:
         """Run all forwards of both models to the end of the transformer layer `block`, and return its calls.
@@ -197,6 +235,8 @@ class _Forward(greenlet):
     def __init__(self, model: PreTrainedModel, batch: Batch, dense: bool = False) -> None:
         super().__init__(partial(_run, model, batch))
         self.dense = dense
+        self.inputs: dict[str, Tensor] = {}
+        """Latest inputs of the modules that the forward is to remember."""
 
     @torch.no_grad()
     def advance_to(self, name: str, advice: str = _EXCLUDE) -> Any:

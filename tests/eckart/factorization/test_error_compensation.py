@@ -17,6 +17,7 @@ from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.error_compensation import DenseModules, anchor_targets, anchored
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
 from eckart.factorization.layerwise_forward import layerwise_forward
+from eckart.factorization.residual_sums import first_input, residual_readers
 from eckart.factorization.weighted_svd import weighted_loss
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, Plain, weigh
 from eckart.model.attention_products import find_products
@@ -36,8 +37,8 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def order(anchor: float, ridge: float = 1e-9) -> InOrder:
-    return InOrder(anchor=anchor, ridge=ridge)
+def order(anchor: float, ridge: float = 1e-9, sums: bool = False) -> InOrder:
+    return InOrder(anchor=anchor, ridge=ridge, sums=sums)
 
 
 # --- the corrected weight --------------------------------------------------------------------------------------------
@@ -156,6 +157,14 @@ def test_dense_targets_are_anchored_too_and_the_original_weights_are_kept():
     assert not any(torch.equal(model.layers[position].weight, before[position - 1]) for position in (2, 3))
 
 
+def test_the_errors_of_a_sum_are_added_to_what_a_layer_restores():
+    w, x, changed, sums, other = draw(3, (4, 5), (40, 5), (40, 5), (40, 4), (40, 4))
+    wanted = x @ w.T + sums - other
+    solution = torch.linalg.lstsq(changed, wanted).solution.T
+    found = anchored(w, changed.T @ changed, x.T @ changed, 1.0, NONE, sum_errors=(sums - other).T @ changed)
+    torch.testing.assert_close(found, solution, rtol=1e-6, atol=1e-8)
+
+
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +184,69 @@ def case(family: str, products: bool = False):
     return model, targets.targets, batches, tiny.loss
 
 
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("family", tiny.PECULIAR)
-def test_full_rank_gives_the_model_back_in_every_family(family):
+def test_full_rank_gives_the_model_back_in_every_family(family, sums):
     model, targets, batches, loss = case(family)
     with torch.no_grad():
         expected = model(**batches[0]).logits
     ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
     statistics = collect(model, batches, targets, KFAC.statistics, loss)
-    factorize_in_order(model, targets, ranks, KFAC, statistics, batches, order(1.0))
+    factorize_in_order(model, targets, ranks, KFAC, statistics, batches, order(1.0, sums=sums))
     assert factorized(model) == ranks
     torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "reader"),
+    [
+        ("bert", "bert.encoder.layer.1.attention.output.dense", "bert.encoder.layer.1.attention.output.LayerNorm"),
+        ("gpt2", "transformer.h.0.mlp.c_proj", "transformer.h.1"),
+        ("llama", "model.layers.1.self_attn.o_proj", "model.layers.1.post_attention_layernorm"),
+        ("llama", "model.layers.0.mlp.down_proj", "model.layers.1"),
+    ],
+)
+def test_no_weight_restores_the_sum_after_a_residual_connection_better(family, layer, reader):
+    """The error that is left in the sum, which `reader` reads, is orthogonal to the inputs of the layer."""
+    dense, targets, batches, _ = case(family)
+    first, tested = targets[0], next(target for target in targets if target.name == layer)
+    left = {}
+    for sums in (False, True):
+        model = copy.deepcopy(dense)
+        ranks = {first.name: 1, layer: None}
+        factorize_in_order(model, [first, tested], ranks, INPUTS, {}, batches, order(1.0, NONE, sums))
+        error, x = read_by(dense, reader, batches) - read_by(model, reader, batches), read_by(model, layer, batches)
+        left[sums] = float((error.T @ x).norm())
+    assert left[True] < 1e-4 * left[False]
+
+
+def read_by(model: PreTrainedModel, name: str, batches: Sequence[Batch]) -> Tensor:
+    """Return what the module `name` reads at tokens that are no padding, `(tokens, features)`."""
+    read: list[Tensor] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(first_input(args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    hook.remove()
+    return torch.cat([x[batch["attention_mask"] == 1] for x, batch in zip(read, batches, strict=True)])
+
+
+def test_a_sum_with_a_norm_between_is_not_found():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    model = tiny.build("Gemma2ForCausalLM", vocab_size=tiny.VOCABULARY, head_dim=8, num_key_value_heads=2, **sizes)
+    batch = {name: BATCHES[0][name] for name in ("input_ids", "attention_mask")}
+    assert residual_readers(model, batch, [target.name for target in find_targets(model, batch).targets]) == {}
+
+
+def test_only_what_a_layer_can_know_is_its_sum():
+    """Attention and MLP of GPT-NeoX run side by side: the MLP can correct the attention, which runs before it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = tiny.build("GPTNeoXForCausalLM", vocab_size=tiny.VOCABULARY, **sizes)
+    batch = {name: BATCHES[0][name] for name in ("input_ids", "attention_mask")}
+    found = residual_readers(model, batch, [target.name for target in find_targets(model, batch).targets])
+    assert list(found) == ["gpt_neox.layers.0.mlp.dense_4h_to_h"]
 
 
 def test_the_layers_of_a_product_are_anchored():

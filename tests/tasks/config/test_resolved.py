@@ -61,7 +61,7 @@ def test_the_defaults_are_the_default_study() -> None:
         "sequential": None,
         "recovery": {"kind": "finetune", **FINETUNE, "distillation": None, "lora": None},
     }
-    assert params["recipes"]["anchored"]["sequential"] == {"anchor": 0.5, "ridge": 0.1, "refine": None}
+    assert params["recipes"]["anchored"]["sequential"] == {"anchor": 0.5, "ridge": 0.1, "sums": False, "refine": None}
     assert params["recipes"]["softlm"]["ranks"]["steps"] == 3000
     assert params["promotion"]["model"] == "mine"
     own = repository_params()

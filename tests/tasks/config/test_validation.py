@@ -538,6 +538,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"source": "base", "ranks": "drone_tolerance"}, "source"),
     ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "anchor": 1.5}}, "sequential.anchor"),
     ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "ridge": 0.0}}, "sequential.ridge"),
+    (
+        {"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {"anchor": 0.0, "ridge": 0.1, "sums": True}},
+        "sequential.sums",
+    ),
 ]
 
 
