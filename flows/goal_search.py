@@ -12,6 +12,8 @@ from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
 from tasks.report.results import Results, load_results
 
+_TOO_SMALL = re.compile(r"\bkeep=([\d.]+) does not pay for rank 1\b")  # of eckart/ranks/budget.py
+
 
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
     """Run the study with further values of keep until no other value can meet a goal more closely.
@@ -36,15 +38,13 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         try:
             run()
         except StudyFailed as error:
-            failed = {
-                keep for keep in map(float, re.findall(r"\bkeep=([\d.]+) does not pay", str(error))) if keep in added
-            }
+            failed = {float(keep) for keep in _TOO_SMALL.findall(str(error))} & added
             if not failed:
                 raise
             added -= failed
             too_small = max(too_small, *failed)
-            log(f"keep {', '.join(map(str, sorted(failed)))} is too small for rank 1, and out of {PARAMS} again.")
-            _set_keeps({*schema.read()["study"]["keeps"]} - failed)
+            log(f"Too small for rank 1, so taken out of {PARAMS} again: keep {', '.join(map(str, sorted(failed)))}.")
+            _set_keeps({*schema.section("study.keeps", list)} - failed)
             continue
         results = load_results()
         for keep in (keep for keep in results.keeps if keep not in logged):

@@ -437,15 +437,15 @@ def _described(model: PreTrainedModel) -> Iterator[bool]:
     Layers may have been merged since the config was written. Models inside of this one share its config.
     """
     config, storage = model.config, _storage(model)
-    before = config.quantization_config
-    if storage is None:
-        del config.quantization_config
-    else:
+    before = config.__dict__.pop("quantization_config", None)
+    if storage is not None:
         config.quantization_config = storage
     try:
         yield storage is not None
     finally:
-        config.quantization_config = before
+        config.__dict__.pop("quantization_config", None)
+        if before is not None:
+            config.quantization_config = before
 
 
 @contextmanager

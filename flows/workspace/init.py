@@ -137,7 +137,7 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
         if given and Path(given).is_dir() and folder.resolve().is_relative_to(Path(given).resolve()):
             raise InitError(f"--{option} {given} contains the workspace {folder}: name another folder for one of them")
     for given, part in ((options.base, BASE), (options.data, RAW)):
-        if (given and Path(given).exists()) or (folder / part).exists():
+        if given and Path(given).exists():
             _check_not_ignored(folder, part)
 
 
@@ -148,11 +148,11 @@ def _check_not_ignored(folder: Path, part: Path) -> None:
         found = worktrees.git(_existing(folder), "check-ignore", "--verbose", "--no-index", str(file))
     except worktrees.WorkspaceError:  # no rule is about it, or there is no repository yet
         return
-    place, line, rule = found.partition("\t")[0].rsplit(":", 2)
-    if not rule.startswith("!"):
+    rule = re.match(r"(?P<place>.*?):(?P<line>\d+):(?P<rule>.*?)\t", found)
+    if rule and not rule["rule"].startswith("!"):
         raise InitError(
-            f"git ignores {part}.dvc, with which others get your files, by the rule {rule} in line {line} of {place}: "
-            f"remove the rule; DVC will keep {part} itself out of git"
+            f"the rule {rule['rule']} ({rule['place']}, line {rule['line']}) hides {part}.dvc from git, so that others "
+            f"could not get your files: remove the rule; DVC will keep {part} itself out of git"
         )
 
 
@@ -336,8 +336,9 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
-    # The name of a link itself: it may lead into a cache, whose files are named by digests, without a suffix.
-    path = place / os.path.basename(os.path.abspath(source))
+    own, real = Path(os.path.abspath(source)), source.resolve()
+    # A link may lead into a cache, whose files are named by digests, without a suffix.
+    path = place / (own if own.suffix or not real.suffix else real).name
     if (folder / path).exists():
         if cached_objects.measured(source) != cached_objects.measured(folder / path):
             raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")

@@ -116,8 +116,10 @@ def _splits(source: Path) -> tuple[dict[str, str], Path]:
     """
     files = files_of_splits(source)
     names: dict[str, str] = {}
-    for name in files:
+    for name in sorted(files, key=lambda name: name.lower() in _VALIDATION):  # own names first
         split = "validation" if name.lower() in _VALIDATION else name.lower()
+        if names.get(split, "").lower() == split != name.lower():
+            continue  # dev beside validation
         if split in names and split in _SPLITS:
             raise StageError(f"{files[names[split]]} and {files[name]} are both the split {split}: remove one of them")
         names[split] = name
@@ -181,7 +183,7 @@ def _most_tokens(config: PreTrainedConfig) -> int:
     if stated > _MOST + 2:  # after RoBERTa's padding
         return _MOST
     with suppress(*UNLOADABLE), torch.device("meta"):
-        stated = longest(AutoModel.from_config(config)) or stated
+        stated = longest(AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)) or stated
     return min(stated, _MOST)
 
 

@@ -130,7 +130,8 @@ def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else single
         if _suffix(file) not in FORMATS:
-            others[file.name.partition(".")[0].lower()] = file
+            if file.is_file():
+                others[file.name.partition(".")[0].lower()] = file
             continue
         if name in files:
             raise StageError(f"{files[name]} and {file} are both the split {name}: remove one of them")
@@ -244,7 +245,7 @@ def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.Dat
 
     If the column `label` holds class ids, class names replace them. The names are a pandas categorical whose categories
     are in the order of the ids. If the cells are lists of ids, each cell becomes such a categorical. The id -1, which
-    marks unlabelled rows on the hub, becomes a missing label.
+    marks unlabelled rows on the hub, becomes a missing label. The id -100, which marks words without a tag, stays.
     """
     if isinstance(rows, pd.DataFrame):
         return rows
@@ -253,8 +254,15 @@ def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.Dat
     if label and isinstance(feature, datasets.ClassLabel):
         frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
     if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
+        from eckart.calibration.losses import IGNORED  # imports torch, which these tasks need anyway
+
         names = pd.CategoricalDtype(tags.names)
-        frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in frame[label]]
+        if frame[label].explode().eq(IGNORED).any():  # a categorical cannot hold it
+            named = {IGNORED: IGNORED, **dict(enumerate(tags.names))}
+            frame[label] = [None if ids is None else [named[number] for number in ids] for ids in frame[label]]
+        else:
+            cells = frame[label]
+            frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in cells]
     return frame
 
 

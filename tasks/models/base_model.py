@@ -103,8 +103,10 @@ def load_base(params: Model, task: Task) -> Base:
     _check_ids(tokenizer, model, params.base)
     _check_prefix(config, task)
     fit = task_head.fit(config, task.kind, task.labels)
+    if not config.architectures and task_head.is_new(model, loading):
+        fit = "none"  # the names of its outputs were written for a head that it is to get
     lost = [name for name in loading["missing_keys"] if not task_head.may_be_new(model, name, fit)]
-    check_complete(lost, loading["unexpected_keys"], f"model.base {params.base}")
+    check_complete(model, lost, loading["unexpected_keys"], f"model.base {params.base}")
     head = task_head.adapt(model, config, task, loading)
     return Base(model, tokenizer, terms, fit, head, files, has_head=not task_head.is_new(model, loading))
 

@@ -58,7 +58,7 @@ def load(
         trust_remote_code=False,
     )
     if type(model).__name__ in (model.config.architectures or [type(model).__name__]):  # others have a new head
-        check_complete(loading["missing_keys"], loading["unexpected_keys"], str(folder))
+        check_complete(model, loading["missing_keys"], loading["unexpected_keys"], str(folder))
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -111,21 +111,28 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
 
 
-def check_complete(missing: Collection[str], unexpected: Collection[str], source: str) -> None:
-    """Raise StageError if weights are `missing`. The message says so if they have other names in the file.
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes of weights that were saved inside of DistributedDataParallel or of torch.compile."""
+
+
+def check_complete(model: PreTrainedModel, missing: Collection[str], unexpected: Collection[str], source: str) -> None:
+    """Raise StageError if weights of `model` are `missing`. The message says so if the file has other names for them.
 
     Args:
+        missing: names of weights, and of buffers, which are no loss.
         unexpected: names of weights in the file that the model does not have.
         source: name of the model in the message.
     """
-    if not missing:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not (lost := [name for name in missing if name in parameters]):
         return
-    name = min(missing)
+    name, saved_as = min(lost), (model.config.architectures or [type(model).__name__])[0]
     advice = "take the model.safetensors that was saved with its config.json"
-    for other in sorted(unexpected):
-        if other.endswith(f".{name}") or name.endswith(f".{other}"):  # a wrapper's prefix: module., _orig_mod.
-            advice = f"the file has the name {other} instead: rename its weights"
-    raise StageError(f"{len(missing)} weights of {source} are missing, such as {name}: {advice}")
+    if wrapped := next((other for other in sorted(unexpected) if other.startswith(_WRAPPERS)), None):
+        advice = f"the file has names such as {wrapped}: remove {wrapped.partition('.')[0]}. from them"
+    elif saved_as != type(model).__name__:
+        advice = f"it was saved as {saved_as}, which has none for this task: choose another base"
+    raise StageError(f"{source} lacks weights, such as {name} ({len(lost)} in all): {advice}")
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
@@ -144,11 +151,13 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
 
 def longest(model: PreTrainedModel) -> int | None:
     """Return the number of tokens that `model` has positions for, or None if its config states none."""
-    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or positions < 1:  # XLNet states -1
+        return None
     for module in model.modules():  # RoBERTa's positions start after the index of the padding
         if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
-            return positions - module.padding_idx - 1
-    return positions
+            return int(positions - module.padding_idx - 1)
+    return int(positions)
 
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:

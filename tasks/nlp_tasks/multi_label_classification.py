@@ -7,6 +7,7 @@ two-class softmax over the logits (z, 0), which has the same probabilities (`bin
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tasks.config.schema import Data
 
 SEPARATOR = "|"
+_LIST = re.compile(r"\[.*['\",].*\]", re.DOTALL)  # [C] may be a name
 _THRESHOLD = 0.5
 
 
@@ -145,7 +147,7 @@ def _no_names(cells: pd.Series) -> str | None:
     filled = cells[cells.map(lambda cell: len(_labels_of(cell)) > 0)]
     if has_mappings(filled):
         return "mappings"
-    texts = filled.map(lambda cell: isinstance(cell, str) and cell.startswith("[") and cell.endswith("]"))
+    texts = filled.map(lambda cell: isinstance(cell, str) and bool(_LIST.fullmatch(cell)))
     if len(filled) and texts.all() and not filled.str.contains(SEPARATOR, regex=False).any():
         return f"lists written as text, such as {filled.iloc[0]}"
     return "vectors of 0 and 1" if _are_vectors(filled) else None

@@ -41,20 +41,21 @@ class Regression(SequenceTask):
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
         column = f"column {params.columns.label}"
+        given = pd.concat([frame["label"] for frame in splits.values()], ignore_index=True)
         for frame in splits.values():
             try:
-                given = frame["label"].astype("float64")
-                frame["label"] = given.astype("float32")
+                frame["label"] = frame["label"].astype("float32")
             except (TypeError, ValueError) as error:
                 raise StageError(
                     f"{column} is not numeric ({error}): correct it, or set data.task to classification"
                 ) from error
             if not np.isfinite(frame["label"]).all():
                 raise StageError(f"{column} has labels that are not finite: remove those examples")
-            if (frame["label"] - given).abs().max() > _ROUNDING * (given.max() - given.min()) > 0:
-                raise StageError(
-                    f"{column} has numbers too large for their differences, which float32 rounds: subtract their mean"
-                )
+        numbers = given.astype("float64")
+        if (numbers - numbers.astype("float32")).abs().max() > _ROUNDING * (numbers.max() - numbers.min()) > 0:
+            raise StageError(
+                f"float32 rounds away the differences between numbers in {column}: subtract their mean, or scale them"
+            )
         return ()
 
     @classmethod

@@ -168,11 +168,13 @@ def test_splits_have_their_usual_names(workspace: Path, files: list[str], splits
     assert list(told("data/raw/folder")["data"]["splits"].values()) == splits
 
 
-def test_two_names_of_validation_are_refused(workspace: Path) -> None:
-    for name in ("train.csv", "dev.csv", "validation.csv"):
+def test_two_other_names_of_validation_are_refused_but_its_own_wins(workspace: Path) -> None:
+    for name in ("train.csv", "dev.csv", "val.csv"):
         table(f"folder/{name}", label=30 * [0, 1])
-    with pytest.raises(EckartError, match=r"dev\.csv and .*validation\.csv"):
+    with pytest.raises(EckartError, match=r"dev\.csv and .*val\.csv"):
         told("data/raw/folder")
+    table("folder/validation.csv", label=30 * [0, 1], text=[f"a {text}" for text in reviews()["text"]])
+    assert told("data/raw/folder")["data"]["splits"]["validation"] == "validation"
 
 
 def running_text() -> str:

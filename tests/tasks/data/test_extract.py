@@ -230,7 +230,7 @@ def test_case_does_not_matter_in_a_suffix_and_a_split_may_have_notes() -> None:
 
 
 def test_whole_numbers_are_the_same_classes_with_a_point_and_without() -> None:
-    """The names of the outputs of a base model's head are LABEL_0 and LABEL_1, which 0.0 and 1.0 do not fit."""
+    """0.0 would be the name of a class that no head has."""
     truth = {text: int(label == "positive") for text, label in pairs(reviews())}
     numbered = reviews().assign(label=[truth[text] for text in reviews()["text"]])
     write(numbered.assign(label=numbered["label"].astype(float)), "folder/train")
@@ -250,6 +250,9 @@ def test_labels_that_float32_would_make_equal_are_refused() -> None:
         0.1,
     ):
         extracted(write(rows.assign(label=labels)), **REGRESSION)
+    write(rows.assign(label=rows["label"] - 1_700_000_000), "folder/train")
+    write(rows.assign(label=0.3, text="a " + rows["text"]), "folder/test")  # of one value, which float32 rounds
+    extracted("data/raw/folder", splits={"train": "train", "validation": None, "test": "test"}, **REGRESSION)
 
 
 def test_two_files_of_one_split_are_refused() -> None:
