@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 
 from tasks.artifacts.errors import StageError
@@ -256,13 +257,10 @@ def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.Dat
     if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
         from eckart.calibration.losses import IGNORED  # imports torch, which these tasks need anyway
 
-        names = pd.CategoricalDtype(tags.names)
-        if frame[label].explode().eq(IGNORED).any():  # a categorical cannot hold it
-            named = {IGNORED: IGNORED, **dict(enumerate(tags.names))}
-            frame[label] = [None if ids is None else [named[number] for number in ids] for ids in frame[label]]
-        else:
-            cells = frame[label]
-            frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in cells]
+        ignored = [IGNORED] if frame[label].explode().eq(IGNORED).any() else []
+        names = pd.CategoricalDtype([*tags.names, *ignored])
+        codes = [None if ids is None else np.where(ids == IGNORED, len(tags.names), ids) for ids in frame[label]]
+        frame[label] = [None if some is None else pd.Categorical.from_codes(some, dtype=names) for some in codes]
     return frame
 
 

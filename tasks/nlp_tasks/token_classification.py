@@ -88,7 +88,7 @@ class TokenClassification(NlpTask):
                     f"column {params.columns.label} of the {name} split has {empty} empty tags: write a tag for each "
                     "word, or the number -100 for words to ignore if tags are numbers"
                 )
-        names = names_in_source(splits["train"]["label"])
+        names = [name for name in names_in_source(splits["train"]["label"]) if name != IGNORED]
         tags = {name: frame["label"].explode() for name, frame in splits.items()}
         ids = class_ids({name: column[column != IGNORED] for name, column in tags.items()}, params, names)
         known = {**ids, IGNORED: IGNORED}

@@ -164,17 +164,19 @@ def test_every_row_keeps_its_words_and_their_tags() -> None:
 
 
 @pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("ignored", [0, 1])
 @pytest.mark.parametrize("names", [["O", "B-WORK", "I-WORK", "B-NONE"], ["I-WORK", "O", "B-WORK"]])
-def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
-    """Also a tag that no row has: a head that was trained for all of them fits."""
+def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str], ignored: int) -> None:
+    """Also a tag that no row has: a head that was trained for all of them fits; and as -100 the first word's tag."""
     features = datasets.Features(
         tokens=datasets.List(datasets.Value("string")), tags=datasets.List(datasets.ClassLabel(names=names))
     )
-    content = {key: [row[key] for row in tagged()] for key in ("tokens", "tags")}
+    ids = [ignored * [IGNORED] + [names.index(tag) for tag in row["tags"][ignored:]] for row in tagged()]
+    content = {"tokens": [row["tokens"] for row in tagged()], "tags": ids}
     datasets.Dataset.from_dict(content, features=features).to_parquet("data/raw/rows.parquet")
     splits = extracted("data/raw/rows.parquet", **DATA)
     assert load_task().labels == tuple(names)
-    truth = {tuple(row["tokens"]): [names.index(tag) for tag in row["tags"]] for row in tagged()}
+    truth = {tuple(row["tokens"]): tags for row, tags in zip(tagged(), ids, strict=True)}
     for words, tags in zip(splits["test"]["text"], splits["test"]["label"], strict=True):
         assert tags.tolist() == truth[tuple(words)]
 
