@@ -24,7 +24,7 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
 
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes`, which may be nested, into the mapping `content`. An empty mapping replaces what is there."""
+    """Write `changes`, which may be nested, into the mapping `content`. What is empty replaces what is there."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and value and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
