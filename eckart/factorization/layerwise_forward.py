@@ -70,9 +70,7 @@ def layerwise_forward(
         sums: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
     """
     with frozen(model):
-        forward = LayerwiseForward(model, list(batches), dense)
-        hooks = [forward.remember(reader) for reader in {*sums.values()}]
-        forward.sums = sums
+        forward = LayerwiseForward(model, list(batches), dense, sums)
         try:
             for group in groups:
                 forward.pause_at(group[0].name)
@@ -81,24 +79,28 @@ def layerwise_forward(
             yield forward
         finally:
             forward.end()
-            for hook in hooks:
-                hook.remove()
 
 
 class LayerwiseForward:
     """The forwards of all batches, paused at the same target."""
 
-    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], dense: DenseModules | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[Batch],
+        dense: DenseModules | None,
+        sums: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._model = model
         self._batches = batches
         self._dense = dense
         self._forwards = [_Forward(model, batch) for batch in batches]
         self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
-        self.sums: Mapping[str, str] = {}
-        """Target → module whose input is added to the target's output."""
+        self._sums = sums
+        self._hooks = [self._remember(reader) for reader in {*sums.values()}]
 
-    def remember(self, name: str) -> RemovableHandle:
+    def _remember(self, name: str) -> RemovableHandle:
         """Make all forwards remember the latest input of the module `name`, until the hook is removed."""
 
         def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,10 +184,12 @@ class LayerwiseForward:
             x: its inputs X̂ of the targets `(batch, tokens, in)`, zero at padding.
         """
         for target in group:
-            if reader := self.sums.get(target.name):
+            if reader := self._sums.get(target.name):
                 forwards = self._dense_forwards[number], self._forwards[number]
-                wanted, present = (forward.inputs[reader].to(x.dtype) for forward in forwards)
-                yield target.name, (wanted - present).reshape(-1, target.out_features).T @ x.flatten(0, 1)
+                wanted, present = (forward.inputs[reader].to(x) for forward in forwards)
+                rows = x.flatten(0, 1)
+                real = rows.any(1)  # hidden states at padding may be nan
+                yield target.name, (wanted - present).reshape(-1, target.out_features)[real].T @ rows[real]
 
     def end_block(self, block: str) -> list[BlockCall]:
         """Run all forwards of both models to the end of the transformer layer `block`, and return its calls.
@@ -216,6 +220,8 @@ class LayerwiseForward:
         """Abandon all paused forwards where they are, and take back the changes to modules that made them pause."""
         for undo in self._undo.values():
             undo()
+        for hook in self._hooks:
+            hook.remove()
         for forward in (*self._forwards, *self._dense_forwards):
             forward.throw()
 
