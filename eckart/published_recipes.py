@@ -84,7 +84,7 @@ PUBLISHED: Mapping[str, Published] = {
             "weighting": "kfac",
             "ranks": {"kind": "waterfill", "narrow": True},
             "storage": "pivoted",
-            "sequential": {"anchor": 0.5},
+            "sequential": {"anchor": 0.5, "sums": True},
         },
     ),
     "ars": Published(
