@@ -244,11 +244,8 @@ def factorize_in_order(
         plan = restore(model, dense, plan, ranks, narrowing.shape, [tensors for _, tensors in saved])
     refined = [block for block, _ in saved]
     remaining = [step for step in plan if not isinstance(step, Block)]
-    sums: Mapping[str, str] = {}
-    if order.anchor and order.sums and remaining:
-        batches = list(batches)
-        names = [target.name for group in remaining for target in group if not isinstance(target, Product)]
-        sums = residual_readers(model, first_examples(batches[0], 1), names)
+    batches = list(batches)
+    sums = _sums(model, remaining, batches, order)
     blocks = [step.name for step in plan if isinstance(step, Block)]
     since: list[Target] = []
     with layerwise_forward(model, remaining, batches, dense, blocks, sums) as forward:
@@ -268,6 +265,16 @@ def factorize_in_order(
             factorize_at_once(model, step, ranks, weighting, current, narrowing=narrowing)
             since += step
     return refined
+
+
+def _sums(
+    model: PreTrainedModel, groups: Sequence[Sequence[Target]], batches: Sequence[Batch], order: InOrder
+) -> Mapping[str, str]:
+    """Return what `residual_readers` finds for the targets `groups`, if sums are to be corrected."""
+    if not (order.anchor and order.sums and groups and batches):
+        return {}
+    names = [target.name for group in groups for target in group if not isinstance(target, Product)]
+    return residual_readers(model, first_examples(batches[0], 1), names)
 
 
 def _knows_its_inputs(target: Target) -> bool:

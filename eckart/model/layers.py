@@ -372,7 +372,8 @@ class TiedHead(nn.Module):
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[None]:
     """Load the weights of `module` while the context lasts if a device map has offloaded them."""
-    return align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext()  # compiled code has no hooks
+    # accelerate's context is for such modules alone, so that torch.compile need not trace it
+    return align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext()
 
 
 class HeadRows(LowRankLayer):
