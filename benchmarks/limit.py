@@ -1,4 +1,4 @@
-"""Compare a candidate's speed-up in torch with the largest one that its fewer multiply-accumulates allow.
+"""Compare a candidate's speedup in torch with the largest one that its fewer multiply-accumulates allow.
 
     make run && python -m benchmarks.limit anchored-0.5 anchored-0.33    # a Markdown table for the study in this folder
 

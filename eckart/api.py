@@ -114,7 +114,7 @@ class Report:
 
     Attributes:
         targets: name of a target layer → its result, in order of execution.
-        excluded: name of each other linear layer or weight matrix → why it is no target.
+        excluded: name of each other linear layer or weight matrix → why it is not a target.
         census: the original model's numbers of parameters, by kind.
         parameters: the whole model's number of parameters, (before, after).
         macs: mean multiply-accumulates for an example of the first batch, (before, after).
@@ -570,11 +570,24 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"model is a {type(model).__name__}{_advice_on(model)}")
     if not getattr(model.config, "return_dict", True):
         raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
+    if replaced := next((name or "the model" for name, part in model.named_modules() if _has_other_forward(part)), ""):
+        raise ValueError(
+            f"the forward of {replaced} was replaced, such as by torch.compile or by a Trainer with bf16=True, and a "
+            "copy of the model may still run the original: give the model as from_pretrained loads it, or undo this, "
+            "such as by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() rules out gradients: call this outside of it")
     check_base(model)
 
 
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether the module's forward is not its class's. The one that accelerate patches to move weights is fine."""
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
+
+
 def _advice_on(model: Any) -> str:
-    """Return what to give instead of `model`, which is no model of transformers."""
+    """Return what to give instead of `model`, which is not a model of transformers."""
     if hasattr(model, "merge_and_unload"):
         return f", with adapters: {MERGE_FIRST}"
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
@@ -593,7 +606,7 @@ def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, sco
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
         raise ValueError("give a keep, or a largest_drop and the score that measures it")
     if score is not None and not callable(score):
-        raise ValueError(f"score={score!r} is no function: give one that takes a model and returns a number")
+        raise ValueError(f"score={score!r} is not a function: give one that takes a model and returns a number")
     _check_number("largest_drop", largest_drop)
     if score is not None:
         return []

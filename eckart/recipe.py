@@ -64,8 +64,7 @@ class Recipe(BaseModel):
     @property
     def methods(self) -> list[Method]:
         """The recipe's methods: all parts but source, storage and sequential, without those that are None."""
-        parts = (self.shaping, self.weighting, self.ranks, self.residual, self.recovery)
-        return [part for part in parts if part is not None]
+        return [part for name in PARTS if (part := getattr(self, name)) is not None]
 
 
 def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | str | None = None) -> dict[str, Any]:

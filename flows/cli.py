@@ -29,6 +29,7 @@ from flows.engine.run_options import SEED_FOLDER, Options
 from flows.environment import redaction, settings
 from flows.workspace import installation
 from tasks.artifacts.errors import EckartError
+from tasks.artifacts.paths import COMPARISON_TEXT
 from tasks.nlp_tasks import TaskName
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def run(
         _print_json({"stages": Counter(outcome.status.lower() for outcome in outcomes), "seconds": round(seconds, 1)})
     elif not quiet:
         seed = os.environ.get(SEED_FOLDER)
-        _print_comparison(nothing_to_do.COMPARISON, seed)
+        _print_comparison(COMPARISON_TEXT, seed)
         print(f"{len(outcomes)} stages in {seconds:.0f} s: {nothing_to_do.summary(outcomes)}")
         place = Path(seed or "")
         print(f"See {place / 'reports/comparison.html'}. `eckart ui` shows the runs.")
@@ -255,7 +256,7 @@ def _run(options: Options, ran: dict[str, Outcome], quiet: bool) -> None:
     with _ended_with_words(), terminal.terminal(quiet):
         terminal.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
-        damage = database.set_aside_damaged()
+        damage = database.check()
         terminal.doing("finding what is up to date")
         # If there is a server, it should show every run, even one without stages to execute.
         outcomes = None if prefect_server.require() else nothing_to_do.outcomes()
@@ -756,8 +757,10 @@ def pull() -> None:
 
     stages.check_workspace()
     pulled = dvc_transport.pull()
-    if pulled.stale:
-        print(f"Differs from dvc.lock: {', '.join(pulled.stale)}. `eckart run` brings them up to date.")
+    if edited := [name for name in pulled.stale if name.endswith(".dvc")]:
+        print(f"Your files differ from {', '.join(edited)}: to get the recorded ones, move yours away and pull again.")
+    if stale := [name for name in pulled.stale if name not in edited]:
+        print(f"Differs from dvc.lock: {', '.join(stale)}. `eckart run` brings them up to date.")
     if pulled.lacking:
         raise EckartError(f"Neither the cache nor the remote has {', '.join(pulled.lacking)}; all else is here.")
     if not pulled.stale:

@@ -12,7 +12,7 @@ from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
 from tasks.report.results import Results, load_results
 
-_TOO_SMALL = re.compile(r"\bkeep=([\d.]+) does not pay for rank 1\b")  # of eckart/ranks/budget.py
+_TOO_SMALL = re.compile(r"\bkeep=([\d.e-]+) does not pay for rank 1\b")  # of eckart/ranks/budget.py
 
 
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:

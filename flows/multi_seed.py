@@ -123,7 +123,7 @@ def _tracking(experiment: str) -> str:
 
     from flows.tracking import mirror
 
-    database.set_aside_damaged()
+    database.check()
     try:
         mirror.experiment(MlflowClient(database.address()), experiment)
     except Exception as error:  # whatever fails in MLflow must not stop the study

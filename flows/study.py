@@ -58,7 +58,7 @@ _RECORDS = 200  # the server returns at most this many task runs
 _CHANGED = "Changed"
 """Name of the state of a run or stage if its data, parameters or code changed while it ran.
 
-This is no success, and no notification is sent.
+This is not a success, and no notification is sent.
 """
 _NAMED = 3  # number of changed files, parameters or stages that a message names
 
@@ -154,7 +154,7 @@ def study(
         installation.refresh()
         stages.check_workspace()  # before anything is written
         with crashed_runs.lock_run(str(flow_run.id)):
-            damage = database.set_aside_damaged()
+            damage = database.check()
             outcomes = _run(Options.of_flow(workers, timeout, task_runner))
             name, promotion = _promoted(outcomes) if promote else ("Completed", "")
     except StudyCanceled as canceled:
@@ -171,8 +171,9 @@ def study(
 def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """Promote the best candidate; return the name of the flow run's final state, and a sentence about the promotion.
 
-    The name decides whether a notification is sent. It is sent for Promoted and for Refused, which is no failure. It is
-    not sent for Completed (the champion stays) and Changed (data, parameters or code changed while the study ran).
+    The name decides whether a notification is sent. It is sent for Promoted and for Refused, which is not a failure.
+    It is not sent for Completed (the champion stays) and Changed (data, parameters or code changed while the study
+    ran).
     """
     if changed := _changed_since(outcomes):
         return _CHANGED, _postponed(changed)

@@ -6,7 +6,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tasks.artifacts.paths import CARDS
+from tasks.artifacts.paths import (
+    CARDS,
+    COMPARISON_PAGE,
+    COMPARISON_PICTURE,
+    COMPARISON_TABLE,
+    COMPARISON_TEXT,
+    RUNTIMES,
+)
 from tasks.report.card import card
 from tasks.report.choose_candidate import CHOICE
 from tasks.report.conclusion import chosen, conclusion, dense_warning
@@ -17,13 +24,7 @@ from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import compared, to_csv, to_text
 from tasks.runtime.stage_runner import output, run, say, warn
 
-REPORTS = Path("reports")
-TABLE = REPORTS / "comparison.csv"
-PAGE = REPORTS / "comparison.html"
-TEXT = REPORTS / "comparison.txt"
-PICTURE = REPORTS / "comparison.png"
-RUNTIMES = REPORTS / "runtimes.csv"
-METRICS = REPORTS / "metrics.json"
+METRICS = Path("reports/metrics.json")
 
 
 def compare() -> None:
@@ -32,17 +33,17 @@ def compare() -> None:
     cards = {candidate.name: card(results, candidate) for candidate in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
     warn(dense_warning(results))
-    TABLE.write_text(table)
-    PAGE.write_text(text)
-    PICTURE.write_bytes(picture)
+    COMPARISON_TABLE.write_text(table)
+    COMPARISON_PAGE.write_text(text)
+    COMPARISON_PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
     CHOICE.write_text(chosen(results).model_dump_json(indent=2))
     METRICS.write_text(json.dumps(compared(results), indent=2) + "\n")
-    TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
+    COMPARISON_TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():
             (folder / f"{name}.md").write_text(content)
-    say(f"read {PAGE}")
+    say(f"read {COMPARISON_PAGE}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
 from tasks.artifacts.task_spec import load_split
 from tasks.config.schema import Model, section
-from tasks.models import licence, task_head
+from tasks.models import model_license, task_head
 from tasks.models.model_io import CONTROL, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
@@ -46,7 +46,7 @@ def dense() -> None:
         size=measured,
         control=control,
         trivial=trivial,
-        licence=licence.stated(TEACHER),
+        license=model_license.stated(TEACHER),
         head=task_head.read_note(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))

@@ -14,7 +14,7 @@ from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model, Seed, Trainer, Training, section
 from tasks.data.loading import encoded
-from tasks.models import licence, new_model, sentence_files, task_head
+from tasks.models import model_license, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
@@ -52,7 +52,7 @@ def teacher() -> None:
         )
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
-        licence.write(folder, base.licence)
+        model_license.write(folder, base.license)
         task_head.write_note(folder, base.head)
         sentence_files.write(folder, base.files)
 

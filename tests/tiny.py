@@ -254,7 +254,7 @@ class Architecture:
     build: Callable[[], PreTrainedModel]
     targets: int
     excluded: Mapping[str, int] = field(default_factory=dict)
-    """Reason → number of linear layers that are no targets for this reason."""
+    """Reason → number of linear layers that are not targets for this reason."""
     more: int = 0
     """Number of additional targets if heads and embeddings are included; the latter only of words, and not tied."""
     everything: bool = False
@@ -264,7 +264,7 @@ class Architecture:
 
 
 def mobilebert() -> PreTrainedModel:
-    """Return a MobileBERT, which reads each token's embedding together with those of its neighbours.
+    """Return a MobileBERT, which reads each token's embedding together with those of its neighbors.
 
     Beyond the ends of a text it reads zeros, so the embedding of the padding token must be zero, too.
     """
@@ -390,7 +390,7 @@ def padded(examples: Sequence[Mapping[str, Tensor]], more: int = 0) -> Batch:
 
 
 def loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the examples' losses: for one label its loss, for labelled tokens the mean of their losses."""
+    """Return the sum of the examples' losses: for one label its loss, for labeled tokens the mean of their losses."""
     labels = batch["labels"]
     if labels.dim() == 1:
         return mean_loss_times_batch(model, batch)

@@ -21,7 +21,7 @@ def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tenso
         batches: mappings of input names to tensors `(batch, …)`.
 
     Raises:
-        ValueError: there is no batch; a batch is no mapping, or its values are no tensors with the same number of
+        ValueError: there is no batch; a batch is not a mapping, or its values are not tensors with the same number of
             examples; or batches differ in the names of their inputs.
     """
     if isinstance(batches, Mapping):
@@ -71,7 +71,7 @@ def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
             error depends on the model family.
     """
     if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
-        shifted = own(labels=labels)
+        shifted = own(labels=labels.clone())  # FSMT's writes into them
     else:
         shifted = labels.roll(1, dims=1)
         shifted[:, 0] = model.config.decoder_start_token_id

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, Loss, first_examples
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import OF_GRADIENTS, Pass, StatisticKind, Statistics, gather
-from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
+from eckart.calibration.warnings import few_tokens_warning, padding_warning, underflow_warning
 
 
 def calibrate(
@@ -42,6 +42,6 @@ def calibrate(
         warn(underflow_warning(model, first_examples(checked[0], 2), targets, loss))
     remaining = iter(groups)  # not by zip, which would keep the statistics in memory during the next pass
     for statistics in gather(model, batches, groups, kinds, loss, offload_activations, robust):
-        warn(few_tokens(next(remaining).targets, statistics, examples))
+        warn(few_tokens_warning(next(remaining).targets, statistics, examples))
         yield statistics
         del statistics

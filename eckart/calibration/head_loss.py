@@ -27,7 +27,7 @@ from eckart.calibration.losses import (
     Predictions,
     batch_size,
     causal_loss,
-    labelled_logits,
+    labeled_logits,
     mean_loss_times_batch,
     predictions_of,
     row_of,
@@ -68,7 +68,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples)
-    heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labelled_logits, causal_loss: labelled_logits}
+    heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labeled_logits, causal_loss: labeled_logits}
     predictions = heads.get(loss) or predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
 
@@ -98,23 +98,23 @@ def _check_labels(data: Sequence[Batch]) -> None:
 
 
 def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
-    """Return up to _EXAMPLES labelled examples, each as a batch, of the batch whose examples differ most in length."""
+    """Return up to _EXAMPLES labeled examples, each as a batch, of the batch whose examples differ most in length."""
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
 
     def unevenness(counted: tuple[Batch, Tensor, Tensor]) -> tuple[int, float, int]:
-        _, counts, labelled = counted
-        return min(int(labelled.sum()), 2), float(counts.max() - counts.min()), len(counts)
+        _, counts, labeled = counted
+        return min(int(labeled.sum()), 2), float(counts.max() - counts.min()), len(counts)
 
-    batch, counts, labelled = max(((batch, *_counts(batch, ignored)) for batch in data), key=unevenness)
-    if not labelled.any():
+    batch, counts, labeled = max(((batch, *_counts(batch, ignored)) for batch in data), key=unevenness)
+    if not labeled.any():
         raise ValueError("no label of any batch counts: give labels that the loss does not ignore")
-    places = [int(place) for place in counts.argsort(stable=True) if labelled[place]]
+    places = [int(place) for place in counts.argsort(stable=True) if labeled[place]]
     return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_EXAMPLES]
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
     """Return two tensors `(batch,)`: how many tokens and labels of each example count, and whether a label counts."""
-    counts, labelled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
+    counts, labeled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
     masks = masks_of(batch)
     for name, values in batch.items():
         flat = values.flatten(1).cpu() if values.dim() > 1 else values[:, None].cpu()
@@ -122,8 +122,8 @@ def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
             counts += flat.ne(0).sum(1)
         elif name == "labels" and not values.is_floating_point():
             count = torch.stack([flat.ne(label) for label in ignored]).all(0).sum(1)
-            counts, labelled = counts + count, count > 0
-    return counts, labelled
+            counts, labeled = counts + count, count > 0
+    return counts, labeled
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Objective:
     Attributes:
         loss: loss that a rank search uses to judge a model.
         calibration_loss: loss that gives the gradients in calibration statistics.
-        training_loss: loss that training minimises, as a mean over examples; None: the model's own loss.
+        training_loss: loss that training minimizes, as a mean over examples; None: the model's own loss.
         predictions: function that returns the predictions that distillation compares.
         classes: whether the predictions are logits of classes; otherwise they are values.
         dropout: whether training uses the model's dropout.
@@ -68,8 +68,8 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
     return logits
 
 
-def labelled_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of a token head at those tokens of a batch that have a label, `(labelled tokens, classes)`."""
+def labeled_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Return the logits of a token head at those tokens of a batch that have a label, `(labeled tokens, classes)`."""
     logits: Tensor = outputs["logits"]
     return logits[batch["labels"] != IGNORED]
 
@@ -148,7 +148,7 @@ def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
 
 
 def real_tokens(batch: Batch, like: Tensor) -> Tensor:
-    """Return which tokens of the texts are no padding, `(batch, tokens)`; without an attention mask, all are.
+    """Return which tokens of the texts are not padding, `(batch, tokens)`; without an attention mask, all are.
 
     Args:
         like: any tensor `(batch, tokens, …)`.
@@ -229,7 +229,7 @@ def _generators(batch: Batch, seed: int) -> Iterator[torch.Generator]:
 
 
 def token_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that label each token: an example's loss is the mean over its labelled tokens.
+    """Loss for heads that label each token: an example's loss is the mean over its labeled tokens.
 
     The model's own loss is a mean over all tokens of the batch, in which long examples weigh more.
     """
@@ -249,7 +249,7 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
 
 
 def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over examples of the mean cross-entropy of an example's labelled tokens.
+    """Return the sum over examples of the mean cross-entropy of an example's labeled tokens.
 
     Args:
         logits: `(batch, tokens, classes)`.
@@ -279,11 +279,13 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
     """Loss for heads that predict a span of tokens: an example's loss is the mean cross-entropy of start and end.
 
     The model's own loss lets a span start or end at padding, so that loss depends on the longest example of the batch.
-    A position after the last token, such as the end of an answer that was cut off, does not count.
+    A position at padding or beyond it, such as the end of an answer that was cut off, does not count.
     """
-    logits = span_logits(model(**batch), batch)
-    positions = torch.cat([batch["start_positions"], batch["end_positions"]])
-    positions = positions.masked_fill(positions >= logits.shape[1], IGNORED)
+    outputs = model(**batch)
+    logits = span_logits(outputs, batch)
+    positions, last = torch.cat([batch["start_positions"], batch["end_positions"]]), logits.shape[1] - 1
+    real = real_tokens(batch, outputs["start_logits"]).repeat(2, 1).gather(1, positions.clamp(0, last)[:, None])[:, 0]
+    positions = positions.masked_fill(~real | (positions > last), IGNORED)
     return cross_entropy(logits, positions, ignore_index=IGNORED, reduction="sum") / 2
 
 

@@ -22,7 +22,7 @@ UNREACHED = "belongs to an expert that no calibration token reached"
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The rows of an expert's input that are no padding.
+    """The rows of an expert's input that are not padding.
 
     Attributes:
         rows: their numbers in the input, ascending `(rows,)`.
@@ -62,7 +62,7 @@ class RoutedTokens:
         self._chosen: dict[str, tuple[int, list[Tensor]]] = {}
         """Name of a module of experts → number of tokens of its last call, and the tokens' numbers for each expert."""
         self.reached: set[str] = set()
-        """Names of the targets that have read a token that is no padding."""
+        """Names of the targets that have read a token that is not padding."""
 
     def hooks(self) -> list[RemovableHandle]:
         """Record all calls of the experts until these hooks are removed."""
@@ -79,7 +79,7 @@ class RoutedTokens:
         return self._chosen[str(target.routed_by)][0]
 
     def rows(self, target: Target, examples: int, mask: Tensor | None) -> RoutedRows:
-        """Return which rows of the input that `target` reads now are no padding, and the example of each.
+        """Return which rows of the input that `target` reads now are not padding, and the example of each.
 
         Args:
             examples: number of examples in the batch.

@@ -60,6 +60,7 @@ Each line shows a kind with its keys, shapes and meaning::
     tokens            Target.input_of            ()          mean tokens per example, gathered with both of these
     input_sums        Target.input_of            (in,)       (1/N) Σ of the inputs of a Product, gathered with inputs
     dense_inputs      Target.input_of            (in, in)    only while factorizing in order; not for an embedding
+    sum_errors        Target.name                (out, in)   only while factorizing in order with sums
     output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: the diagonal alone
     fisher, taylor    Target.name + ".input"     (in,)       summed over outputs
                       Target.name + ".output"    (out,)      summed over inputs
@@ -228,7 +229,7 @@ class Collector:
             dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
-            The inputs as `(batch, tokens, in)`, and which rows of the call are no padding. For an expert's layer,
+            The inputs as `(batch, tokens, in)`, and which rows of the call are not padding. For an expert's layer,
             `tokens` is the largest number of an example's tokens that it reads.
         """
         module = self.modules[target]
@@ -312,7 +313,7 @@ class Collector:
             self._add(kind, f"{target.name}.output", by_output)
 
     def _rows(self, target: Target, shape: Sequence[int]) -> Tensor | RoutedRows | None:
-        """Return which of the inputs of a call of `target` are no padding: a mask, or None if there is no padding.
+        """Return which of the inputs of a call of `target` are not padding: a mask, or None if there is no padding.
 
         Args:
             shape: shape of the inputs, without the features.

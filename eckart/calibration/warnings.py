@@ -26,7 +26,7 @@ _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
 
 
-def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int) -> str | None:
+def few_tokens_warning(targets: Iterable[Target], statistics: Statistics, examples: int) -> str | None:
     """Return a warning if targets read fewer tokens than they have input features, which makes C_in singular.
 
     (choice) There is no warning if these targets have at most a twentieth of all targets' parameters, such as a pooler,

@@ -3,7 +3,7 @@
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.2, corollary 1. In our axes, for a head of width d with queries q
 and keys k `(tokens, d)`, biases included::
 
-    minimise ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r.
+    minimize ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r.
 
 The solution is the two-sided weighted SVD of the identity `(d, d)` with LᵀL = qᵀq and R Rᵀ = kᵀk. With M = left right,
 a head computes q left and k rightᵀ, which have r columns in place of d. So both layers keep r rows of weight and bias

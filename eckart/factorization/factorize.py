@@ -10,7 +10,7 @@ the other, from lower to higher layers.
 Departs from the paper: ranks are chosen before the factorization begins. Statistics of gradients stay those of the
 original model (choice): gathering them again for each layer made no measurable difference.
 
-With an anchor of 0, as in the paper, a target minimises the error ‖(W − Ŵ) X̂ᵀ‖ of its own weight on its current inputs
+With an anchor of 0, as in the paper, a target minimizes the error ‖(W − Ŵ) X̂ᵀ‖ of its own weight on its current inputs
 X̂, and does not correct earlier errors. For a chain of two linear layers without biases under weighting `inputs`, this
 is never worse than with the original inputs X `(tokens, in)`: for the best Ŵ₁ of its rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have
 orthogonal rows, hence::
@@ -197,8 +197,8 @@ def factorize_in_order(
 ) -> list[RefinedBlock]:
     """Factorize targets in order of execution, each with statistics of the inputs that it gets after the earlier ones.
 
-    With an anchor above 0, targets without a rank are also corrected, and stay dense. All original dense weights then
-    stay in memory until the end. So they do with refinement.
+    With an anchor above 0, targets without a rank are corrected, too, and stay dense. With an anchor or refinement, all
+    original dense weights stay in memory until the end.
 
     Targets that run several times, experts, and products of two layers with different input tensors are factorized
     first, with `statistics` and without an anchor. The forward has no point at which all inputs of repeated targets or
@@ -245,10 +245,10 @@ def factorize_in_order(
     refined = [block for block, _ in saved]
     remaining = [step for step in plan if not isinstance(step, Block)]
     batches = list(batches)
-    sums = _sums(model, remaining, batches, order)
+    readers = _readers(model, remaining, batches, order)
     blocks = [step.name for step in plan if isinstance(step, Block)]
     since: list[Target] = []
-    with layerwise_forward(model, remaining, batches, dense, blocks, sums) as forward:
+    with layerwise_forward(model, remaining, batches, dense, blocks, readers) as forward:
         for step in progress(plan, "Factorization in order", "step"):
             if isinstance(step, Block):
                 assert order.refine
@@ -267,7 +267,7 @@ def factorize_in_order(
     return refined
 
 
-def _sums(
+def _readers(
     model: PreTrainedModel, groups: Sequence[Sequence[Target]], batches: Sequence[Batch], order: InOrder
 ) -> Mapping[str, str]:
     """Return what `residual_readers` finds for the targets `groups`, if sums are to be corrected."""

@@ -59,7 +59,7 @@ def layerwise_forward(
     batches: Iterable[Batch],
     dense: DenseModules | None = None,
     blocks: Iterable[str] = (),
-    sums: Mapping[str, str] = MappingProxyType({}),
+    readers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LayerwiseForward]:
     """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
 
@@ -67,10 +67,10 @@ def layerwise_forward(
         groups: groups of targets with the same input tensor, in order of execution.
         dense: the original modules, to run the original model as well; None: run only the factorized model.
         blocks: names of the transformer layers at whose ends the forwards also pause; only with `dense`.
-        sums: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
+        readers: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
     """
     with frozen(model):
-        forward = LayerwiseForward(model, list(batches), dense, sums)
+        forward = LayerwiseForward(model, list(batches), dense, readers)
         try:
             for group in groups:
                 forward.pause_at(group[0].name)
@@ -89,7 +89,7 @@ class LayerwiseForward:
         model: PreTrainedModel,
         batches: Sequence[Batch],
         dense: DenseModules | None,
-        sums: Mapping[str, str] = MappingProxyType({}),
+        readers: Mapping[str, str],
     ) -> None:
         self._model = model
         self._batches = batches
@@ -97,8 +97,8 @@ class LayerwiseForward:
         self._forwards = [_Forward(model, batch) for batch in batches]
         self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
-        self._sums = sums
-        self._hooks = [self._remember(reader) for reader in {*sums.values()}]
+        self._readers = readers
+        self._hooks = [self._remember(reader) for reader in {*readers.values()}]
 
     def _remember(self, name: str) -> RemovableHandle:
         """Make all forwards remember the latest input of the module `name`, until the hook is removed."""
@@ -184,7 +184,7 @@ class LayerwiseForward:
             x: its inputs X̂ of the targets `(batch, tokens, in)`, zero at padding.
         """
         for target in group:
-            if reader := self._sums.get(target.name):
+            if reader := self._readers.get(target.name):
                 forwards = self._dense_forwards[number], self._forwards[number]
                 wanted, present = (forward.inputs[reader].to(x) for forward in forwards)
                 rows = x.flatten(0, 1)

@@ -24,8 +24,8 @@ training computes in the model's dtype, from a copy of the parameters in float32
 scaled up for the backward pass, because gradients of a mean over thousands of tokens would underflow.
 
 Not refined are blocks that run several times (ALBERT) or share parameters with other parts of the model, and targets
-outside of blocks. Embeddings within a block stay: T5's later blocks also read the first one's relative positions. So do
-routers (choice), because which experts a token gets has no gradient.
+outside of blocks. Embeddings within a block are not trained: T5's later blocks also read the first one's relative
+positions. Nor are routers (choice), because which experts a token gets has no gradient.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _Part:
         self.energy = float(self.error(torch.zeros_like(call.wanted)))
 
     def error(self, outputs: Tensor) -> Tensor:
-        """Return the error of outputs `(batch, tokens, out)`, a sum over all tokens that are no padding."""
+        """Return the error of outputs `(batch, tokens, out)`, a sum over all tokens that are not padding."""
         difference = _precise(outputs) - _precise(self.call.wanted)
         if self.padding is not None:
             difference = difference.masked_fill(self.padding, 0)
@@ -341,7 +341,7 @@ def _plan(learned: Sequence[_Part], settings: Refine, generator: torch.Generator
 
 
 def _joined(parts: Iterable[_Part], size: int) -> Iterator[list[_Part]]:
-    """Join neighbouring parts as long as they have at most `size` examples together."""
+    """Join neighboring parts as long as they have at most `size` examples together."""
     joined: list[_Part] = []
     for part in parts:
         if joined and sum(other.examples for other in joined) + part.examples > size:

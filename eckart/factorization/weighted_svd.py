@@ -1,6 +1,6 @@
 """The two-sided weighted SVD; all closed-form factorizations are special cases of it.
 
-Minimise ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R, the optimum is Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹, and its squared
+Minimize ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R, the optimum is Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹, and its squared
 loss is Σ_{k>r} S_k² (Eckart and Young 1936, after the change of variables W → L W R).
 
 The code only needs A = LᵀL and B = R Rᵀ. If out ≤ in, take any root A = K Kᵀ and let L = Kᵀ. Then U and S² are the
@@ -101,7 +101,7 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
 def absorbed(weight: Tensor, norm: ErrorNorm, side: Literal["left", "right"]) -> tuple[Tensor, ErrorNorm]:
     """Return L W, or W R, and the norm without this side: they have the weighted singular values of W and the norm.
 
-    So have any columns of L W, or rows of W R, so that decompositions of such parts need no root of this side.
+    The same holds for any columns of L W, or rows of W R: to decompose such a part, no root of this side is needed.
     """
     weight, norm = accelerated(weight, norm)
     w = weight.to(exact_dtype(weight))

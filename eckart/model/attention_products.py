@@ -65,7 +65,7 @@ class _Probe:
     """Runs a model with the outputs of two layers mixed within heads, and tests whether later values change.
 
     These values are the model's outputs and the inputs of the next layers. The model's outputs alone may be as few as
-    two numbers, which could stay the same by chance although the two layers are no product.
+    two numbers, which could stay the same by chance although the two layers are not a product.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor], targets: Sequence[Target]) -> None:

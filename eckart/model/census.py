@@ -17,9 +17,9 @@ class Census(BaseModel):
 
     Attributes:
         targets: number of weights in targets.
-        linear: reason why linear layers or other matrices are no targets → number of weights in them.
-        experts: number of weights in tensors that hold several experts; these are no targets.
-        embeddings: number of weights in embeddings that are no targets.
+        linear: reason why linear layers or other matrices are not targets → number of weights in them.
+        experts: number of weights in tensors that hold several experts; these are not targets.
+        embeddings: number of weights in embeddings that are not targets.
         rest: number of all other parameters: biases, norms, convolutions and so on.
     """
 
@@ -37,7 +37,7 @@ class Census(BaseModel):
 
     @property
     def reached(self) -> float:
-        """Share of the model's parameters that is in targets; the total leaves out embeddings that are no targets."""
+        """Share of the model's parameters that is in targets; the total leaves out embeddings that are not targets."""
         return self.targets / max(self.total - self.embeddings, 1)
 
     @property
@@ -70,7 +70,7 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 
     Args:
         targets: names of the modules that are targets.
-        excluded: name of each other linear layer and of each of the `other_matrices` → why it is no target.
+        excluded: name of each other linear layer and of each of the `other_matrices` → why it is not a target.
     """
     counts: Counter[str] = Counter()
     linear: Counter[str] = Counter()
@@ -96,7 +96,7 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 
 
 def other_matrices(model: nn.Module) -> dict[str, str]:
-    """Return the matrices outside of dense linear layers and embeddings: name of each → why it is no target."""
+    """Return the matrices outside of dense linear layers and embeddings: name of each → why it is not a target."""
     matrices: dict[str, str] = {}
     for name, place, owner, parameter in _parameters(model):
         if isinstance(owner, LowRankLayer):
@@ -136,7 +136,7 @@ def _are_experts(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether `parameter` looks like a weight matrix or a stack of them, and is no convolution's kernel."""
+    """Whether `parameter` looks like a weight matrix or a stack of them, and is not a convolution's kernel."""
     is_stack = parameter.dim() == 3
     is_weight = parameter.dim() == 2 and name.endswith("weight")
     if not (is_weight or is_stack) or min(parameter.shape) < 2:

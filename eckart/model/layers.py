@@ -24,7 +24,7 @@ class LowRankLayer(nn.Module):
     """Base class of low-rank layers, y = x Ŵᵀ + bias: x `(…, in)` → `(…, out)`. Subclasses differ in how they store Ŵ.
 
     The factors are ordinary linear layers, so that tools that quantize or adapt linear layers do so with the factors.
-    The layer itself is no nn.Linear: such a tool would take Ŵ for a parameter.
+    The layer itself is not an nn.Linear: such a tool would take Ŵ for a parameter.
 
     Args:
         in_features, out_features: sizes of the dense weight.
@@ -68,7 +68,7 @@ class LowRankLayer(nn.Module):
         """Ŵ as the dense module had it, for code that reads the weights of linear layers; it cannot be changed.
 
         Its dtype, device and shape cost nothing, and its values are computed when they are used: T5 reads the dtype in
-        every forward. A layer is no target if the model's own code uses the values (eckart/model/targets.py).
+        every forward. A layer is not a target if the model's own code uses the values (eckart/model/targets.py).
         """
         like = self.first_weight
         if not isinstance(like, Tensor):  # torch.ao's quantized layers have a method of this name
@@ -104,7 +104,7 @@ class _MergedWeight(Tensor):
     @staticmethod
     def __new__(cls, layer: LowRankLayer, like: Tensor) -> _MergedWeight:
         shape = layer.shape[::-1] if layer.transposed or layer.reads_ids else layer.shape
-        # Code in C++ that passes by `__torch_function__` shall find no values that look like weights.
+        # Code in C++ that bypasses `__torch_function__` must not find values that look like weights.
         unknown = like.new_full((), math.nan if like.is_floating_point() else 0)
         weight: _MergedWeight = unknown.expand(shape).as_subclass(cls)
         weight.layer = layer
@@ -160,7 +160,7 @@ _DESCRIBING = {
 
 
 class PlainLinear(nn.Module):
-    """A linear layer that is no nn.Linear, so that no tool replaces it.
+    """A linear layer that is not an nn.Linear, so that no tool replaces it.
 
     It is the left factor of rank 1, on which torchao fails and bitsandbytes computes noise, and of an embedding, since
     a tied head needs its weight itself.
@@ -450,7 +450,7 @@ class NarrowedLinear(nn.Linear):
 
 
 class NarrowedConv1D(Conv1D):
-    """The same in place of a Conv1D, with whose transposed weight tools for GPT-2 reckon."""
+    """The same in place of a Conv1D: tools for GPT-2 expect its transposed weight."""
 
     narrowed = True
 

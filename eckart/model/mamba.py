@@ -1,7 +1,8 @@
 """Mamba and Mamba-2 with a head for one answer per text; transformers has them as language models only.
 
 SoftLM classifies with Mamba-130M (Bhatnagar et al., 2024, table 3). Its targets are `in_proj` and `out_proj` of every
-block, and in Mamba the small `x_proj`. The weight of Mamba's `dt_proj` is used without its forward, so it is no target.
+block, and in Mamba the small `x_proj`. Mamba's `dt_proj` is not a target: its weight is used without its
+forward.
 
 Importing this module registers the classes, so that AutoModelForSequenceClassification can load them.
 """
@@ -30,7 +31,7 @@ from transformers.utils.generic import can_return_tuple
 
 
 class _Classifier(PreTrainedModel):
-    """A text's logits are a linear function of the last hidden state at its last token that is no padding.
+    """A text's logits are a linear function of the last hidden state at its last token that is not padding.
 
     The state at that token has read the whole text. Padding may be on either side. The backbone reads zeros there, so
     logits do not depend on padding; with biases (`use_bias` of the config) this needs padding on the right.
@@ -49,7 +50,7 @@ class _Classifier(PreTrainedModel):
         """Set the mode of all modules but the mixers, which have nothing that depends on it but a fused kernel.
 
         In train mode, and with the package mamba-ssm, that kernel reads the weights of projections without calling
-        them, so that it would pass by their hooks and their factors.
+        them, so it would bypass their hooks and factors.
         """
         super().train(mode)
         for module in self.modules():
@@ -91,7 +92,7 @@ class _Classifier(PreTrainedModel):
 
 
 def _last(mask: Tensor | None, states: Tensor) -> Tensor:
-    """Return the position of each text's last token that is no padding, `(batch,)`."""
+    """Return the position of each text's last token that is not padding, `(batch,)`."""
     rows, tokens = states.shape[:2]
     places = torch.arange(tokens, device=states.device).expand(rows, tokens)
     return (places if mask is None else places * mask.bool()).argmax(1)

@@ -83,7 +83,7 @@ def _attribute(model: PreTrainedModel, before: int, width: int) -> str | None:
                 config = deepcopy(model.config)
                 setattr(config.get_text_config(), name, width)
                 found = _sizes(_skeleton(model, config))
-            except Exception:  # the number is no width of MLPs, and the type of the error depends on the model family
+            except Exception:  # not a width of MLPs; the type of the error depends on the model family
                 continue
             if found == wanted:
                 return name

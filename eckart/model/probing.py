@@ -300,7 +300,7 @@ def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str,
 
     An entry belongs to a mask if it has the mask's shape (and possibly further dimensions) and its name begins like the
     mask's name: `decoder_input_ids` belongs to `decoder_attention_mask`. All other entries of this shape belong to
-    `attention_mask`, the text's mask, unless their names say that they are no text.
+    `attention_mask`, the text's mask, unless their names say that they are not text.
     """
     shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
     others = [*filter(None, beginnings), "decoder_", *_NOT_TEXT]

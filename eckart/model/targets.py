@@ -50,7 +50,7 @@ class Target(BaseModel):
     """Whether each input vector of the layer belongs to one example and token; if not, the layer has no statistics."""
     routed_by: str | None = None
     """Name of the module of experts (eckart/model/experts.py) to which the layer belongs. The layer then reads only the
-    tokens that a router sends to its expert; `mask` and `repeated` describe the module. None: it is no expert's."""
+    tokens that a router sends to its expert; `mask` and `repeated` describe the module. None: it is not an expert's."""
     looks_up: bool = False
     """Whether the target is an embedding without a tied head, which takes memory but hardly any time."""
     of_vocabulary: bool = False
@@ -110,11 +110,11 @@ class Tied(Target):
 
 
 class Targets(BaseModel):
-    """The targets of a model in order of execution, and the reason why each other linear layer is no target.
+    """The targets of a model in order of execution, and the reason why each other linear layer is not a target.
 
     Attributes:
         excluded: name of each other linear layer, or of a matrix outside of linear layers (such as a tensor that holds
-            several experts) → why it is no target.
+            several experts) → why it is not a target.
         warnings: what is misleading about the data with which the targets were calibrated, if they were.
     """
 
@@ -154,12 +154,12 @@ def find_targets(
     - only its own forward uses its weight, and no other layer shares the weight,
     - the layer belongs to no router, which chooses experts: a small change would send tokens to other experts,
     - its name matches a pattern of `include` and none of `exclude`,
-    - the layer is no head (a module outside `model.base_model`), unless `heads` is true,
+    - the layer is not a head (a module outside `model.base_model`), unless `heads` is true,
     - the layer computes x Wᵀ + b, if it is a subclass of Linear.
 
     An embedding must look up the words of the batch, too. A text may need positions that no calibration text has.
 
-    Experts whose weights share one tensor are no linear layers: `unfuse` of eckart/model/experts.py takes them apart.
+    Experts whose weights share one tensor are not linear layers: `unfuse` of eckart/model/experts.py takes them apart.
 
     Args:
         batch: model inputs, each `(batch, …)`. For an encoder-decoder, these include `decoder_input_ids` and
@@ -325,7 +325,8 @@ def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, st
     """
     both = {target.name: target for target in targets if target.name in pair}
     if len(both) < len(pair):
-        reasons |= {name: f"shares its weight with a layer that is no target, of {' and '.join(pair)}" for name in both}
+        why = f"shares its weight with a layer that is not a target, of {' and '.join(pair)}"
+        reasons |= dict.fromkeys(both, why)
         return [target for target in targets if target.name not in both]
     if not both:
         return targets
@@ -345,7 +346,7 @@ def _static_reasons(
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Return why layers are no targets, as far as this is known without a forward: name of layer → reason.
+    """Return why layers are not targets, as far as this is known without a forward: name of layer → reason.
 
     The layers of `pair` are not excluded for being a head or for sharing their weight.
     """
@@ -391,7 +392,7 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
 
 
 def _patched(module: nn.Module) -> str | None:
-    """Return why a module with hooks or a patched forward is no target; None if the module has neither.
+    """Return why a module with hooks or a patched forward is not a target; None if the module has neither.
 
     The probe's hooks have been removed by now. The forward patched by accelerate is fine: it only moves weights.
     """
@@ -402,7 +403,7 @@ def _patched(module: nn.Module) -> str | None:
 
 def _tied(name: str, owners: Sequence[str] | None) -> str | None:
     if owners is None:
-        return "its weight is no parameter"
+        return "its weight is not a parameter"
     others = [owner for owner in owners if owner != name]
     return f"shares its weight with {', '.join(others)}" if others else None
 

@@ -188,7 +188,7 @@ def return_embeddings(model: PreTrainedModel, pooling: Pooling) -> None:
     model.register_forward_hook(add, with_kwargs=True)
 
 
-class _Logits(nn.Module):
+class _Positional(nn.Module):
     """Model that takes its inputs as positional tensors in a fixed order, as torch.onnx needs them."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
@@ -287,7 +287,7 @@ def _write(model: PreTrainedModel, sample: Batch, outputs: Sequence[str], file: 
     with quiet(), _eager_attention(model) as eager, torch.no_grad():  # tracing is slower with gradients
         try:
             program = torch.onnx.export(
-                _Logits(model, list(sample)).eval(),
+                _Positional(model, list(sample)).eval(),
                 tuple(sample.values()),
                 dynamo=True,
                 input_names=list(sample),

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from eckart.ranks.borrowed import Borrowed
 from eckart.ranks.calibrated import Calibrated
 from eckart.ranks.hypernetwork import Hypernetwork
-from eckart.ranks.ranks_of_other_weighting import Borrowed
 from eckart.ranks.threshold import Threshold
 from eckart.ranks.tolerance import Tolerance
 from eckart.ranks.uniform import Uniform

@@ -43,6 +43,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import layer_of
 from eckart.model.layers import LowRankLinear, factorize_target, merge
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total
@@ -115,16 +116,6 @@ def _not_largest(sigma: Tensor) -> Tensor:
     return torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
 
 
-def block_of(name: str) -> str:
-    """Return the name of the block that a layer belongs to: `encoder.layer.3` for `encoder.layer.3.output.dense`.
-
-    A layer outside of numbered blocks, such as a pooler, is a block by itself.
-    """
-    parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else name
-
-
 class _Values(nn.Module):
     """Parameters of the search: Σ of every target, each `(min(out, in),)` in float32, and all α `(thresholds,)`."""
 
@@ -166,7 +157,8 @@ class ThresholdSearch(Rule):
             left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
             self.layers.append(factorize_target(model, target.name, left, right))
             spectra.append(spectrum)
-        owners = [target.name if settings.thresholds == "layer" else block_of(target.name) for target in targets]
+        by_block = settings.thresholds == "block"
+        owners = [(by_block and layer_of(target)) or target.name for target in targets]
         groups = list(dict.fromkeys(owners))
         self.groups = torch.tensor([groups.index(owner) for owner in owners])
         """For each target, the index of its threshold."""

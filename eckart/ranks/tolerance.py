@@ -134,7 +134,7 @@ def tolerated_ranks(
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
-            is no batch, a target belongs to an expert, or the loss of `model` is not positive and finite.
+            is not a batch, a target belongs to an expert, or the loss of `model` is not positive and finite.
     """
     if of_expert := next((target.name for target in targets if target.routed_by), None):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from eckart.recovery.finetune import Finetune
+from eckart.recovery.in_turn import InTurn
 from eckart.recovery.mixed_rank import MixedRank
-from eckart.recovery.two_phase import InTurn
 
 Recovery = Annotated[Finetune | MixedRank | InTurn, Field(discriminator="kind")]

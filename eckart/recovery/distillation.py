@@ -85,18 +85,18 @@ class DistillationRule(Rule):
         self,
         teacher: PreTrainedModel,
         settings: Distillation,
-        classification: bool,
+        classes: bool,
         predictions: Predictions = logits_of,
     ) -> None:
         """
         Args:
             teacher: model with the same number and width of hidden states, and the same logits, as the trained model.
-            classification: whether the logits are those of classes; otherwise they are predicted values.
+            classes: whether the logits are those of classes; otherwise they are predicted values.
             predictions: picks the logits to compare from a model's outputs.
         """
         self.settings = settings
         self.teacher = teacher.eval()
-        self.temperature = settings.temperature if classification else None
+        self.temperature = settings.temperature if classes else None
         self.predictions = predictions
         self.forward_options = {"output_hidden_states": True} if settings.layers else {}
         self.errors: dict[str, Tensor] = {}

@@ -105,7 +105,7 @@ class MixedRankRule(Rule):
 
     Args:
         weights: target name → weight W `(out, in)` that its factors approximate; other targets run as they are.
-        classification: whether the logits are those of classes (disagreement by KL) or values of a regression (by MSE).
+        classes: whether the logits are those of classes (disagreement by KL) or values of a regression (by MSE).
         seed: seed of the draws of z.
         predictions: picks the logits to compare from a model's outputs.
         loss: loss of the task; None: the model's own.
@@ -118,14 +118,14 @@ class MixedRankRule(Rule):
         model: PreTrainedModel,
         weights: Mapping[str, Tensor],
         settings: MixedRank,
-        classification: bool,
+        classes: bool,
         seed: int,
         predictions: Predictions = logits_of,
         loss: Loss | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
-        self.classification = classification
+        self.classes = classes
         self.predictions = predictions
         self.loss = loss
         self.until = schedules.steps_in(settings.until, settings.steps)
@@ -218,7 +218,7 @@ class MixedRankRule(Rule):
         The paper's KL has no direction. Here D is the mean of both directions (choice), because neither pass is the
         better one: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).
         """
-        if not self.classification:
+        if not self.classes:
             return mse_loss(first, second)
         p, q = log_softmax(first.float(), -1), log_softmax(second.float(), -1)
         return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2

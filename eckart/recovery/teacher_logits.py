@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Predictions
+from eckart.calibration.losses import Batch, Predictions, real_tokens
 
 _NEVER = -1e4  # log-probability without mass; finite, so that 0 times it is 0
 
@@ -106,9 +106,8 @@ class TeacherLogits:
 
 def keys(batch: Batch) -> Iterator[bytes]:
     """Yield a digest of the tokens of each example in `batch`, without padding."""
-    mask = batch.get("attention_mask")
-    real = torch.ones_like(batch["input_ids"]) if mask is None else mask
-    for ids, kept in zip(batch["input_ids"].cpu().numpy(), real.cpu().numpy() != 0, strict=True):
+    real = real_tokens(batch, batch["input_ids"])
+    for ids, kept in zip(batch["input_ids"].cpu().numpy(), real.cpu().numpy(), strict=True):
         yield hashlib.blake2b(ids[kept].astype(np.int64).tobytes(), digest_size=16).digest()
 
 

@@ -64,7 +64,7 @@ def windows(
         questions, contexts: the questions, and the context of each question in the same order.
         tokenizer: a fast tokenizer, because only these return offsets of tokens.
         max_length: maximum number of tokens of a window.
-        stride: number of context tokens that neighbouring windows share.
+        stride: number of context tokens that neighboring windows share.
 
     Raises:
         NoRoom: a question is so long that its windows have too little room for the context.

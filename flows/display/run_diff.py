@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from flows.tracking.mirror import flatten, git
 from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import COMPARISON_TABLE
 from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.config.schema import PARAMS
 from tasks.runtime.code_folders import CODE, PACKAGES
@@ -109,7 +110,7 @@ def _overlap(first: str, second: str) -> bool:
 
 def comparison() -> dict[str, dict[str, str]]:
     """Read the comparison; return name of a candidate or of the control → its row, a mapping of column → cell."""
-    with Path("reports/comparison.csv").open() as file:
+    with COMPARISON_TABLE.open() as file:
         rows = list(csv.DictReader(file))
     names = [
         CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"]) for row in rows

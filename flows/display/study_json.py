@@ -10,29 +10,34 @@ from typing import Any
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import CARDS, FINETUNED, ONNX, ONNX_FILES
+from tasks.artifacts.paths import (
+    CARDS,
+    COMPARISON_PAGE,
+    COMPARISON_PICTURE,
+    COMPARISON_TABLE,
+    COMPARISON_TEXT,
+    FINETUNED,
+    ONNX,
+    ONNX_FILES,
+    RUNTIMES,
+)
 from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.config import validation
 from tasks.report.choose_candidate import CHOICE, Chosen
 
 REPORTS = {
-    "page": Path("reports/comparison.html"),
-    "text": Path("reports/comparison.txt"),
-    "table": Path("reports/comparison.csv"),
-    "picture": Path("reports/comparison.png"),
+    "page": COMPARISON_PAGE,
+    "text": COMPARISON_TEXT,
+    "table": COMPARISON_TABLE,
+    "picture": COMPARISON_PICTURE,
 }
-_RUNTIMES = Path("reports/runtimes.csv")
 _SIZES = ("target_parameters", "model_parameters", "macs_per_token", "bytes")
 
 
-class NoResults(EckartError):
-    """The study has no results yet."""
-
-
 def require(file: Path) -> Path:
-    """Return `file`, which a complete run writes, or raise NoResults."""
+    """Return `file`, which a complete run writes, or raise EckartError."""
     if not file.is_file():
-        raise NoResults(f"there is no {file}: `eckart run` writes it; run that first")
+        raise EckartError(f"there is no {file}: `eckart run` writes it; run that first")
     return file
 
 
@@ -46,7 +51,7 @@ def study_json() -> dict[str, Any]:
     rows = _rows(REPORTS["table"])
     control = next(row for row in rows if row["recipe"] == CONTROL_NAME)
     metric, chosen = METRICS[control["metric"]], _chosen()
-    exported = {(row["model"], row["runtime"]): row for row in _rows(_RUNTIMES)}
+    exported = {(row["model"], row["runtime"]): row for row in _rows(RUNTIMES)}
     return {
         "study": validation.typed_section("study").name,
         "metric": control["metric"],

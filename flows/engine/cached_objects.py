@@ -84,6 +84,15 @@ def add(repo: Repo, path: Path, digest: str) -> None:
         transfer(staged, odb, {built.hash_info}, shallow=False)
 
 
+def has_all_of(repo: Repo, path: Path) -> bool:
+    """Whether the cache has every present file of an output, so that nothing is lost if the output is replaced."""
+    if not path.exists():
+        return True
+    _, _, built = build(repo.cache.local, str(path), LocalFileSystem(), "md5", dry_run=True, ignore=repo.dvcignore)
+    digests = [info.value for _, _, info in built] if isinstance(built, Tree) else [built.hash_info.value]
+    return all(object_path(Path(repo.cache.local_cache_dir), str(digest)).exists() for digest in digests)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a folder or a link if it exists."""
     if path.is_dir() and not path.is_symlink():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -17,7 +17,7 @@ from typing import Any
 import networkx
 from dvc.config import Config, merge
 from dvc.dvcfile import load_file
-from dvc.exceptions import CollectCacheError, ConfirmRemoveError
+from dvc.exceptions import CollectCacheError
 from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
@@ -139,7 +139,7 @@ def fetch(order: Order, entry: Entry) -> None:
 def check_remote() -> None:
     """Raise a TransportFailed if the workspace has no default DVC remote, which workers need."""
     with repository() as repo:
-        if not repo.config["core"].get("remote"):
+        if not _has_remote(repo):
             raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
 
 
@@ -148,21 +148,42 @@ def push() -> set[str]:
 
     `dvc push --run-cache` does not copy objects that only the run cache names, such as results of earlier parameters.
 
+    Raises:
+        TransportFailed: the remote lacks an object that dvc.lock or a .dvc file names, and so does the cache.
+
     Returns:
-        Digests of objects that the run cache names, but that the remote lacks after the push.
+        Digests of objects that the run cache alone names, and that the remote lacks after the push.
     """
+    _refuse_damaged()
     with _transport("pushing") as repo:
-        _refuse_damaged()
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
         # Before the push, since this call removes corrupt objects.
         used = list(repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
+        if absent := [str(out) for out in repo.index.outs if out.hash_info and _is_absent(repo, out)]:
+            raise TransportFailed(
+                f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
+                "names: `eckart run` makes it again, or get it from where it was made"
+            )
         lacking: set[str] = set()
         for objects in used:
             repo.cloud.push(objects)
-            state = repo.cloud.status(objects)
-            lacking.update(str(info.value) for info in (*state.missing, *state.new))
+            lacking |= _lacking(repo, objects)
         return lacking
+
+
+def _is_absent(repo: Repo, out: Output) -> bool:
+    """Whether the remote lacks a file of an output."""
+    try:
+        return any(_lacking(repo, objects) for objects in out.get_used_objs().values())
+    except CollectCacheError:  # not even the list of a folder's files is anywhere
+        return True
+
+
+def _lacking(repo: Repo, objects: set[HashInfo]) -> set[str]:
+    """Return the digests of those objects that the remote lacks."""
+    state = repo.cloud.status(objects)
+    return {str(info.value) for info in (*state.missing, *state.new)}
 
 
 @dataclass(frozen=True)
@@ -185,7 +206,8 @@ def pull() -> Pulled:
     _refuse_damaged()
     resolve_parameters()
     with _transport("pulling") as repo:
-        repo.stage_cache.pull(None)
+        if _has_remote(repo):
+            repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # load all stages anew: `_pulled` overwrote the recorded inputs of those in memory
         stale = [stage.addressing for stage in _upstream_first(repo) if stage.changed()]
@@ -200,7 +222,7 @@ def run_entries() -> list[tuple[str, str]]:
             file.relative_to(here).as_posix(): (str(file), file.read_text(errors="replace"))
             for file in here.glob("*/*/*")
         }
-        if repo.config["core"].get("remote"):
+        if _has_remote(repo):
             odb = repo.cloud.get_remote_odb(None, "verify", hash_name="md5-dos2unix")
             runs = odb.fs.join(odb.path, "runs")
             for path in odb.fs.find(runs) if odb.fs.exists(runs) else ():
@@ -225,7 +247,7 @@ def _fetch(repo: Repo, digests: Collection[str]) -> bool:
     while True:  # the first round fetches lists of folders' files, the second the files
         cached_objects.discard_corrupt(cache_dir, digests)
         lacking = {missing for digest in digests for missing in cached_objects.missing(cache_dir, digest)}
-        if not lacking or lacking == asked:
+        if not lacking or lacking == asked or not _has_remote(repo):
             return not lacking
         asked = lacking
         repo.cloud.pull({HashInfo("md5", digest) for digest in lacking})
@@ -253,39 +275,38 @@ def _upstream_first(repo: Repo) -> list[Stage]:
 def _pulled(repo: Repo, stage: Stage) -> bool:
     """Put the outputs of a stage into the workspace, and return False if neither the cache nor the remote has them.
 
-    dvc.lock stays as it is: only a run knows from which inputs the outputs were made.
+    If somebody edited a file of them, all stay: DVC would replace the others and then stop. dvc.lock stays as it is:
+    only a run knows from which inputs the outputs were made.
     """
     if not stage.changed():
         return True
+    if not all(cached_objects.has_all_of(repo, Path(out.fs_path)) for out in stage.outs):
+        return True
     try:
-        if not stage.cmd:
-            for objects in stage.get_used_objs().values():
-                repo.cloud.pull(objects)
-            if stage.outs_cached():
-                stage.checkout()
-            return not stage.changed()
-        if all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=True):
+        if stage.cmd and all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=_has_remote(repo)):
             return True
         if not all(out.hash_info for out in stage.outs):  # dvc.lock does not record the outputs
             return False
         for out in stage.outs:
-            with suppress(ConfirmRemoveError):  # somebody edited the output, so it stays
-                _pull(repo, out, force=False)
-    except ConfirmRemoveError:
-        return True
+            _pull(repo, out)
     except (CollectCacheError, TransportFailed):
         return False
     return True
 
 
-def _pull(repo: Repo, out: Output, force: bool = True) -> None:
-    """Fetch an output and put it into the workspace; `force`: replace even files of which the cache has no copy."""
+def _has_remote(repo: Repo) -> bool:
+    return bool(repo.config["core"].get("remote"))
+
+
+def _pull(repo: Repo, out: Output) -> None:
+    """Fetch an output and put it into the workspace, in place even of files of which the cache has no copy."""
     if not _fetch(repo, [str(out.hash_info.value)]):
         raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
-    out.checkout(force=force)
+    out.checkout(force=True)
 
 
 def _refuse_damaged() -> None:
+    lock_file.refuse_conflict()
     if lock_file.is_damaged():
         raise TransportFailed(
             "dvc.lock was cut off: restore it with `git checkout dvc.lock`, or from the cache with `eckart run`"

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
 from tasks.artifacts import atomic_files
+from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +60,27 @@ def heal(repo: Repo) -> None:
     """Rename dvc.lock and DVC's file of locks to *.damaged if a full disk or a kill left them half-written.
 
     The results that dvc.lock named are found again with the run cache.
+
+    Raises:
+        EckartError: a merge of git left both sides in dvc.lock.
     """
+    refuse_conflict()
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
     for path, check in {LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
         if _fails(path, check):
             aside = path.with_name(f"{path.name}.damaged")
             path.replace(aside)
             log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
+
+
+def refuse_conflict() -> None:
+    """Raise EckartError if a merge of git left both sides in dvc.lock."""
+    with suppress(FileNotFoundError):
+        if re.search(rb"^<<<<<<< ", LOCK.read_bytes(), re.MULTILINE):
+            raise EckartError(
+                f"{LOCK} has both sides of a merge: take one, `git checkout --ours {LOCK}` or `--theirs`; the results "
+                "of the other stay in the cache"
+            )
 
 
 def is_damaged() -> bool:

@@ -9,9 +9,8 @@ from pathlib import Path
 from flows.engine import stage_results, stages
 from flows.engine.locks import WorkspaceUnusable
 from flows.engine.stages import Outcome, Planned
+from tasks.artifacts.paths import COMPARISON_TEXT
 from tasks.config import validation
-
-COMPARISON = Path("reports/comparison.txt")
 
 
 def plan() -> list[Planned]:
@@ -21,8 +20,8 @@ def plan() -> list[Planned]:
         WorkspaceUnusable: dvc.yaml lacks the stage of the final table. It was cut off, and may lack other stages, too.
     """
     planned = stages.plan()
-    if not any(Path(path).match(str(COMPARISON)) for stage in planned for path in stage.writes):
-        raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON}: `git checkout dvc.yaml`")
+    if not any(Path(path).match(str(COMPARISON_TEXT)) for stage in planned for path in stage.writes):
+        raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON_TEXT}: `git checkout dvc.yaml`")
     return planned
 
 

@@ -63,4 +63,4 @@ def _is_damaged(file: Path) -> bool:
     try:
         return bool(damage(file))
     except sqlite3.OperationalError as error:
-        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN  # such as a folder; a lock is no damage
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN  # such as a folder; a lock is not damage

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import networkx
 from dvc.dependency import Dependency, ParamsDependency
+from dvc.exceptions import ConfirmRemoveError
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
@@ -156,11 +157,19 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
 
 
 def _refuse_links(repo: Repo) -> None:
-    """Raise WorkspaceUnusable if a link leads from a folder of outputs out of the workspace.
+    """Raise WorkspaceUnusable if DVC would not record what is behind a link.
 
-    DVC cannot record such outputs, and would say so only after a stage has run.
+    A link to a folder, among the files that a stage reads, is an empty folder to it, so it would see no change. Outputs
+    behind a link out of the workspace it cannot record, and would say so only after a stage has run.
     """
     root = Path(repo.root_dir)
+    inputs = {Path(dep.fs_path) for dep in repo.index.deps}
+    if linked := sorted(path for folder in inputs for path in folder.rglob("*") if path.is_symlink() and path.is_dir()):
+        name = linked[0].relative_to(root)
+        raise WorkspaceUnusable(
+            f"{name} is a link to a folder, in which DVC would see no change: put the folder itself there, or make "
+            f"links to its files: `rm {name} && cp -rs {linked[0].resolve()} {name}`"
+        )
     folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
     links = sorted(folder for folder in folders if folder.is_symlink())
     if outside := [link for link in links if not link.resolve().is_relative_to(root.resolve())]:
@@ -199,8 +208,13 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                     raise StageChanged(f"{', '.join(changed)} changed while {planned.name} ran; run again")
                 stage.save()
                 _discard_corrupt(stage)
-                stage.commit()
+                stored = _store(stage)
                 lock_file.write(stage)
+                if not stored:
+                    raise WorkspaceUnusable(
+                        f"{planned.name} is done, but DVC's cache, {_cache(stage)}, did not take its files: make room "
+                        "there, or make it writable, and run again; the files in this workspace are kept"
+                    )
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = executed.seconds if isinstance(executed, Outcome) else executed
@@ -249,13 +263,34 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
     Returns:
         "Cached" if the stage is up to date, "Restored", or "Executed" if the caller must now run its command.
     """
-    if not stage.changed():
+    if not stage.changed() or _stored_again(stage):
         return "Cached"
     stage.remove_outs(ignore_remove=False)
     if restore(repo, stage):
         return "Restored"
     stage.save_deps()
     return "Restored" if _reuse(stage, definition) else "Executed"
+
+
+def _stored_again(stage: PipelineStage) -> bool:
+    """Copy outputs that are as dvc.lock records them into the cache if it lacks them, and return whether it then has.
+
+    A full disk, or a folder of the cache that cannot be written, may have prevented that when the stage ran.
+    """
+    changed = stage.changed_stage() or stage.changed_deps()
+    if changed or any(not out.exists or out.changed_checksum() for out in stage.outs):
+        return False
+    return _store(stage) and not _discard_corrupt(stage)
+
+
+def _store(stage: PipelineStage) -> bool:
+    """Copy the outputs of a stage into DVC's cache, and return whether it took all files: DVC only logs a failure."""
+    try:
+        stage.commit()
+    except ConfirmRemoveError:  # DVC goes on after a failure, to replace the files here by links to the cache
+        return False
+    digests = [str(out.hash_info.value) for out in stage.outs if out.use_cache]
+    return not any(cached_objects.missing(_cache(stage), digest) for digest in digests)
 
 
 def _reuse(stage: PipelineStage, definition: str) -> bool:

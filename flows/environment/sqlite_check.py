@@ -11,7 +11,7 @@ def damage(file: Path, seconds: float = 5) -> str:
     """Return the damage that SQLite's quick check finds in a database file; empty if the file is sound.
 
     Raises:
-        sqlite3.OperationalError: the file cannot be opened, or is still locked after `seconds`. That is no damage.
+        sqlite3.OperationalError: the file cannot be opened, or is still locked after `seconds`. That is not damage.
     """
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", seconds, uri=True)) as database:

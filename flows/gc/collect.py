@@ -52,7 +52,11 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         # Workspaces of `eckart reproduce`, which are made again when needed.
         reproduced = [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
         scratch = [folder for folder in reproduced if _is_free(stack, folder)]
-        others = [folder for folder in _worktrees() if folder not in scratch]
+        known = _worktrees()
+        for folder in (folder.resolve() for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()):
+            if folder not in (*known, *reproduced):
+                raise CannotCollect(worktrees.not_ours(folder))
+        others = [folder for folder in known if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
         in_mlflow, tracked = stack.enter_context(mlflow_records.look(runs))

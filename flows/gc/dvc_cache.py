@@ -20,6 +20,7 @@ _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
     """Return the kinds of files in the cache; `kept` has the digests of all objects to keep, those in folders too."""
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
+    copies = list(cache_dir.glob("files/md5/??/*.tmp"))  # which a full disk or a kill cut off
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
     times = list(cache_dir.glob("computed/*.json"))
     objects_go = [path for path in objects if _digest(path) not in kept]
@@ -27,6 +28,7 @@ def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
     times_go = [path for path in times if not in_text(path.read_text("utf-8", "replace")) <= kept]
     return [
         kind("objects of DVC's cache", objects, objects_go, partial(_remove, objects_go)),
+        kind("copies that were cut off", copies, copies, partial(_remove, copies)),
         kind("entries of the run cache", runs, runs_go, partial(_remove, runs_go)),
         kind("times of stages", times, times_go, partial(_remove, times_go)),
     ]

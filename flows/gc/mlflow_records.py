@@ -44,7 +44,7 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
         CannotCollect: MLflow's database is damaged, or a registered version lacks its model.
     """
     model = validation.typed_section("promotion").model
-    database.set_aside_damaged()
+    database.check()
     if damaged := database.damaged():
         raise CannotCollect(
             f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"

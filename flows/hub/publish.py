@@ -20,10 +20,6 @@ _WEIGHTS = re.compile(
 )  # names of ours
 
 
-class CannotPublish(EckartError):
-    """The candidate does not exist or is not up to date, or the hub refuses it. The message says what to do."""
-
-
 @dataclass(frozen=True)
 class Published:
     """Result of `publish`: the files of a candidate in a repository of the hub."""
@@ -47,12 +43,12 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
         dry_run: whether only to return the files that would be uploaded.
 
     Raises:
-        CannotPublish: the candidate does not exist or is not up to date, or the hub refuses it.
+        EckartError: the candidate does not exist or is not up to date, or the hub refuses it.
     """
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise CannotPublish(f"{repository} is no name of a repository: write USER/NAME ({error})") from error
+        raise EckartError(f"{repository} is not the name of a repository: write USER/NAME ({error})") from error
     files = _files(candidate)
     if dry_run:
         return Published(files, None)
@@ -65,8 +61,8 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
         commit = api.create_commit(repository, [*added, *deleted], commit_message=f"{candidate}, by Eckart")
     except Exception as error:  # errors of the HTTP client have no base class in huggingface_hub
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
-            raise CannotPublish("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
-        raise CannotPublish(f"the hub does not take {repository}: {error}") from error
+            raise EckartError("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
+        raise EckartError(f"the hub does not take {repository}: {error}") from error
     return Published(files, str(commit.commit_url), tuple(removed))
 
 
@@ -75,9 +71,9 @@ def _files(candidate: str) -> dict[str, Path]:
     finetuned, exported = stage_name("finetune", candidate), stage_name("export", candidate)
     if finetuned not in planned:
         candidates = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
-        raise CannotPublish(f"there is no candidate {candidate}; the candidates are {', '.join(candidates)}")
+        raise EckartError(f"there is no candidate {candidate}; the candidates are {', '.join(candidates)}")
     if stale := [name for name in (finetuned, exported, "compare") if name in planned and not planned[name].cached]:
-        raise CannotPublish(f"{', '.join(stale)} is not up to date: run `eckart run` first")
+        raise EckartError(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})
     files = {
         f"{prefix}{file.relative_to(folder)}": file

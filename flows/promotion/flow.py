@@ -79,7 +79,7 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
                 _show(terms.wanted.model, str(refusal), refusal.gates)
                 raise
             _show(terms.wanted.model, result.message, result.gates)
-    except EckartError as error:  # without a traceback, because a refusal is no fault
+    except EckartError as error:  # without a traceback, because a refusal is not a fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
         message = redact(str(error))
         return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it

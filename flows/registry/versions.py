@@ -87,7 +87,7 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
         RegistryError: the registry fails, now or in the block.
         RegistryLost: the registry has no champion, although this workspace has had one.
     """
-    database.set_aside_damaged()
+    database.check()
     users = os.environ.get("MLFLOW_TRACKING_URI")
     registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:

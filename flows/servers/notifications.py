@@ -78,7 +78,7 @@ def _block(client: SyncPrefectClient, name: str) -> UUID:
             "`prefect block ls` lists its blocks, and its page Blocks makes one"
         ) from error
     if not block.block_schema or "notify" not in block.block_schema.capabilities:
-        raise NotificationError(f"{name} is no notification block: docs/how-to/nightly.md names some")
+        raise NotificationError(f"{name} is not a notification block: docs/how-to/nightly.md names some")
     return block.id
 
 

@@ -112,7 +112,7 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
     Raises:
         ServerError: the port is taken by another program, or by a server of ours for another database.
     """
-    database.set_aside_damaged()
+    database.check()
     store, address = database.address(), f"http://{settings.LOOPBACK}:{port}"
     if store.startswith("http"):
         shows = f"{_study()}, at the server that MLFLOW_TRACKING_URI names"

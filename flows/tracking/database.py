@@ -9,15 +9,20 @@ import fcntl
 import logging
 import os
 import sqlite3
+from contextlib import closing
 from itertools import chain, count
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from flows.environment.redaction import redact
 from flows.environment.sqlite_check import damage
+from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
 FILE = Path("mlflow.db")
+ARTIFACTS = Path("mlruns")
 _LOCK = Path(".eckart/mlflow.lock")
 _REFUSED = {
     "UNAUTHENTICATED": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
@@ -57,7 +62,7 @@ def message_of(error: Exception) -> str:
     return f"{message}; {remedy}" if remedy else message
 
 
-def set_aside_damaged() -> str:
+def check() -> str:
     """Rename the database file if it is damaged, so that MLflow starts a new one.
 
     The next run logs all results again from DVC. The model registry is not in DVC: it is lost unless the damaged file
@@ -65,7 +70,11 @@ def set_aside_damaged() -> str:
 
     Returns:
         A message for the user; empty if the file was not damaged.
+
+    Raises:
+        EckartError: the database cannot be used in this folder.
     """
+    _refuse_other_places()
     if not is_local() or not FILE.exists() or not (cause := _damage()):
         return ""
     _LOCK.parent.mkdir(exist_ok=True)
@@ -90,6 +99,29 @@ def set_aside_damaged() -> str:
 def damaged() -> list[Path]:
     """Return the damaged database files that were renamed."""
     return sorted(FILE.parent.glob(f"{FILE.name}.damaged*"))
+
+
+def _refuse_other_places() -> None:
+    """Raise an EckartError if MLflow would write outside of this workspace: its URLs and stored paths are absolute.
+
+    A copy of a workspace would write into the original and remove files there, and a moved one would lose its files.
+    """
+    if is_local() and "?" in str(FILE.resolve()):
+        raise EckartError(f"MLflow cannot use {FILE.resolve()}: rename the folder, so that it has no question mark")
+    if not is_local() or not FILE.exists():
+        return
+    try:
+        with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            places = database.execute("select artifact_location from experiments").fetchall()
+    except sqlite3.Error:  # damaged or locked, which others report, or without tables so far
+        return
+    for folder in (Path(url2pathname(urlparse(place).path)) for (place,) in places):
+        if folder.name == ARTIFACTS.name and folder.resolve() != ARTIFACTS.resolve():
+            raise EckartError(
+                f"{FILE} keeps its files in {folder}, outside of this workspace. If this workspace was moved, run "
+                f"`ln -s {Path.cwd()} {folder.parent}`. If it is a copy, remove {FILE} and {ARTIFACTS}: the next run "
+                "fills MLflow again from DVC"
+            )
 
 
 def _damage() -> str:

@@ -383,7 +383,7 @@ def experiment(client: MlflowClient, study: str) -> str:
     if existing := client.get_experiment_by_name(study):
         return existing.experiment_id
     try:
-        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
+        return client.create_experiment(study, database.ARTIFACTS.resolve().as_uri() if database.is_local() else None)
     except MlflowException:
         if existing := client.get_experiment_by_name(study):  # another study run has just created it
             return existing.experiment_id

@@ -121,14 +121,15 @@ def _append(file: Path, text: str) -> None:
 def _check(folder: Path, options: InitOptions, again: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: name a folder")
-    for path in (PARAMS, *installation.derived(), Path(".dvc")):
-        if not again and (folder / path).exists():
+    ours = (PARAMS, *installation.derived())
+    for path in (*ours, Path(".dvc")):
+        if not again and (folder / path).exists() and path in ours:  # a repository of yours may use DVC
             raise InitError(
                 f"{folder} has {path} already: to change a workspace, run `eckart init {folder} --again` with the new "
                 "values; to make one, name another folder"
             )
         if again and not (folder / path).exists():
-            raise InitError(f"{folder} has no {path}, so it is no workspace: leave out --again to make one")
+            raise InitError(f"{folder} has no {path}, so it is not a workspace: leave out --again to make one")
     if options.data and not options.data.exists():
         raise InitError(f"--data {options.data} does not exist")
     if options.base and not Path(options.base).exists() and options.base.startswith((".", "/", "~")):
@@ -344,6 +345,7 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
             raise InitError(f"{folder / path} exists and differs from {source}: rename one of them")
     elif source.is_dir():
         shutil.copytree(source, draft / path)
+        worktrees.make_writable(draft / path)
     else:
         shutil.copy2(source, draft / path)
     return path

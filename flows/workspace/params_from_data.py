@@ -29,7 +29,7 @@ _MOST = 512  # tokens in a text
 _SHARE = 0.95  # share of the examples that must fit into max_length
 _BLOCKS = 128  # of the user's text, and as many that the model writes, to calibrate a language model with
 _AT_ONCE = 4  # blocks in a forward pass: a block's logits are as many numbers as tokens times words
-_RECALL = 0.1  # largest drop of an embedding model's recall: a near neighbour in ten may be another one
+_RECALL = 0.1  # largest drop of an embedding model's recall: a near neighbor in ten may be another one
 _UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text that no statistic has seen
 
 
@@ -155,7 +155,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
     for name in TASK_NAMES:
         if task_class(name).looks_like(texts, labels):
             return name
-    raise StageError(f"column {label} is no class and no number: write --task with one of {', '.join(TASK_NAMES)}")
+    raise StageError(f"column {label} is neither classes nor numbers: write --task, one of {', '.join(TASK_NAMES)}")
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

@@ -102,7 +102,7 @@ def _locked(revision: str) -> tuple[str, dict[str, Any]]:
         commit = worktrees.git(Path(), "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").strip()
     except WorkspaceError as error:
         raise CannotReproduce(
-            f"{revision} is no revision of this repository: `git log --oneline` lists them"
+            f"{revision} is not a revision of this repository: `git log --oneline` lists them"
         ) from error
     try:
         text = worktrees.git(Path(), "show", f"{commit}:{LOCK}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,20 +107,33 @@ def check_out(folder: Path, revision: str) -> None:
     """Make `folder` a worktree at `revision`, or update it, and give it the main workspace's cache and remotes.
 
     Raises:
-        WorkspaceError: the folder exists and is no worktree of this repository.
+        WorkspaceError: the folder exists and is not a worktree of this repository.
     """
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
-        # If the folder is no worktree, git finds the main workspace above it and would change that.
-        where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-        if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
-            raise WorkspaceError(
-                f"{folder} is not a worktree of this repository: remove it, or try `git worktree repair {folder}`"
-            )
+        if not _is_ours(folder):
+            raise WorkspaceError(not_ours(folder))
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(Path(), "worktree", "add", "--force", "--detach", str(folder), commit)
     dvc_transport.share_settings(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a worktree of this repository; if not, git would find, and change, the one above it."""
+    where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
+    try:
+        return root_of(folder) == folder.resolve() and git(folder, *where) == git(Path(), *where)
+    except WorkspaceError:  # git finds no repository, such as after a move
+        return False
+
+
+def not_ours(folder: Path) -> str:
+    """Return what is wrong with a folder that is not a worktree of this repository, and what to do."""
+    return (
+        f"{folder} is not a worktree of this repository: if this workspace was moved, run `git worktree repair "
+        f"{folder}`; otherwise, such as in a copy of a workspace, remove it"
+    )
 
 
 def carry(source: Path, target: Path) -> None:
@@ -132,9 +146,16 @@ def carry(source: Path, target: Path) -> None:
     if source.exists():
         fresh.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, fresh, copy_function=_link)
+        make_writable(fresh)
     cached_objects.remove(target)
     if fresh.exists():
         fresh.rename(target)
+
+
+def make_writable(folder: Path) -> None:
+    """Let the owner write into a folder and all folders in it. Files keep their modes, since they may be hard links."""
+    for path, _, _ in os.walk(folder):
+        os.chmod(path, os.stat(path).st_mode | stat.S_IRWXU)
 
 
 def _link(source: str, target: str) -> None:

@@ -33,6 +33,11 @@ CONTROL_EXPORT = "control"
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
 EXPORTS = Path("reports/onnx")
 CARDS = Path("reports/cards")
+COMPARISON_PAGE = Path("reports/comparison.html")
+COMPARISON_TEXT = Path("reports/comparison.txt")
+COMPARISON_TABLE = Path("reports/comparison.csv")
+COMPARISON_PICTURE = Path("reports/comparison.png")
+RUNTIMES = Path("reports/runtimes.csv")
 
 
 def exported_name(name: str) -> str:

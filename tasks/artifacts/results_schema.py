@@ -90,8 +90,8 @@ class DenseReport(Scores):
     """Scores of the control: the original model after recovery fine-tuning."""
     trivial: float
     """Metric of the trivial baseline on the test split."""
-    licence: dict[str, str]
-    """Licence and origin of the base model (tasks/models/licence.py)."""
+    license: dict[str, str]
+    """License and origin of the base model (tasks/models/model_license.py)."""
     head: str = ""
     """Sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 

@@ -44,7 +44,7 @@ class Task(BaseModel):
     prefix: str | None
     """Text before each document that is to be summarized, or text that is to be embedded."""
     stride: int | None
-    """Question answering: number of tokens that neighbouring windows of a long context share. Language modelling:
+    """Question answering: number of tokens that neighboring windows of a long context share. Language modeling:
     number of tokens by which the next window that is scored begins later."""
     sizes: dict[Split, int]
     """Largest number of examples in each split; for running text, of blocks of `max_length` tokens."""

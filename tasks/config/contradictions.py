@@ -309,8 +309,10 @@ def _missing_statistics(
     Args:
         labels: values of importance.labels that the task allows.
     """
+    from eckart.recipe import PARTS
+
     for name, recipe in recipes.items():
-        for part in ("shaping", "weighting", "ranks", "residual", "recovery"):
+        for part in PARTS:
             for kind in getattr(getattr(recipe, part), "statistics", ()):
                 if kind not in importance.statistics:
                     yield f"importance.statistics: lacks {kind}, which recipes.{name}.{part} reads; add it"

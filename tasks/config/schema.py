@@ -129,13 +129,13 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """Goal for candidates. It has exactly one limit: on the drop of the metric, on the speed-up, or on the size."""
+    """Goal for candidates. It has exactly one limit: on the drop of the metric, on the speedup, or on the size."""
 
     largest_drop: NonNegativeFloat | None = Field(
         None, description="maximum drop of data.metric from the original model, on the validation examples"
     )
     speedup: PositiveFloat | None = Field(
-        None, description="minimum speed-up over the original model in the same runtime: 1.5 is 1.5 times as fast"
+        None, description="minimum speedup over the original model in the same runtime: 1.5 is 1.5 times as fast"
     )
     bytes: Size | None = Field(None, description="maximum size of the model file: 5 MB")
     runtime: Runtime = Field("torch", description="runtime of the goal: torch, or onnxruntime in float32 or int8")
@@ -514,7 +514,7 @@ class Limits(Section):
         "is at most largest_drop",
     )
     keep: Share | None = Field(0.5, description="maximum parameter ratio; null: any")
-    least_speedup: PositiveFloat | None = Field(1.2, description="minimum speed-up over the original model; null: any")
+    least_speedup: PositiveFloat | None = Field(1.2, description="minimum speedup over the original model; null: any")
 
     def chance(self, standard_error: float) -> float:
         """Return the allowance for chance, by which a metric may miss a limit. It is at most `largest_drop`."""

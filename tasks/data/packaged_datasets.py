@@ -17,7 +17,7 @@ from tasks.runtime.stage_runner import StageError
 
 
 def _signed(name: str) -> pd.DataFrame:
-    """Load texts labelled positive or negative. Texts whose mean human rating (-4 to 4) is within ±0.5 are left out."""
+    """Load texts labeled positive or negative. Texts whose mean human rating (-4 to 4) is within ±0.5 are left out."""
     frame = _rated(name)
     frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
     labels = (frame["rating"] > 0).map({True: "positive", False: "negative"})

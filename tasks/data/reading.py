@@ -246,7 +246,7 @@ def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.Dat
 
     If the column `label` holds class ids, class names replace them. The names are a pandas categorical whose categories
     are in the order of the ids. If the cells are lists of ids, each cell becomes such a categorical. The id -1, which
-    marks unlabelled rows on the hub, becomes a missing label. The id -100, which marks words without a tag, stays.
+    marks unlabeled rows on the hub, becomes a missing label. The id -100, which marks words without a tag, stays.
     """
     if isinstance(rows, pd.DataFrame):
         return rows

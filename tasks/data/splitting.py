@@ -22,7 +22,7 @@ from tasks.runtime.stage_runner import say
 
 _PASSAGE = 5000
 """Characters per passage (choice). Each passage of running text goes into one split as a whole. A passage has about a
-thousand tokens, so few blocks of tokens join two passages that were not neighbours."""
+thousand tokens, so few blocks of tokens join two passages that were not neighbors."""
 
 
 def split_and_convert(

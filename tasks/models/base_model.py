@@ -24,7 +24,7 @@ from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
-from tasks.models import licence, sentence_files, task_head
+from tasks.models import model_license, sentence_files, task_head
 from tasks.models.model_io import UNLOADABLE, check_complete, check_weights
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
@@ -44,7 +44,7 @@ class Base(NamedTuple):
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    licence: licence.Licence
+    license: model_license.License
     fit: task_head.Fit
     """Fit of the base model's original head to the task."""
     head: str
@@ -93,7 +93,7 @@ def load_base(params: Model, task: Task) -> Base:
                 **kind.head(),
             )
             check_base(model)
-            terms = licence.of_base(params.base, source, options["revision"], **extra)
+            terms = model_license.of_base(params.base, source, options["revision"], **extra)
             files = sentence_files.of_base(source, options["revision"], config, task)
         except UNLOADABLE as error:
             raise StageError(

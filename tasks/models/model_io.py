@@ -119,7 +119,7 @@ def check_complete(model: PreTrainedModel, missing: Collection[str], unexpected:
     """Raise StageError if weights of `model` are `missing`. The message says so if the file has other names for them.
 
     Args:
-        missing: names of weights, and of buffers, which are no loss.
+        missing: names of weights, and of buffers, which are not a loss.
         unexpected: names of weights in the file that the model does not have.
         source: name of the model in the message.
     """

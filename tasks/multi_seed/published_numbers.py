@@ -66,7 +66,7 @@ def mistakes(rows: Sequence[Published], metrics: TaskMetrics) -> Iterator[str]:
 def _unit_mistakes(path: str, value: float, units: str, metric: MetricName | None) -> Iterator[str]:
     bounded = not metric or METRICS[metric].bounded
     if metric and not bounded and units == "percent":
-        yield f"{path}: {METRICS[metric].title} is no percentage; write units: metric"
+        yield f"{path}: {METRICS[metric].title} is not a percentage; write units: metric"
     elif bounded and units == "percent" and abs(value) > 100:
         yield f"{path}: is {value:g}, more than 100 percent; correct it"
     elif bounded and units == "metric" and metric and abs(value) > 1:

@@ -56,13 +56,13 @@ class Embedding(NlpTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        labelled = params.columns.label is not None
-        if labelled and params.columns.text_pair is None:
+        labeled = params.columns.label is not None
+        if labeled and params.columns.text_pair is None:
             raise StageError(
                 "data.columns.label must name the scores of pairs of texts, but data.columns.text_pair is null: name "
                 "the column of the second text, or write null for label"
             )
-        if params.metric == "spearman" and not labelled:
+        if params.metric == "spearman" and not labeled:
             raise StageError(
                 "data.metric is spearman, the correlation with scores of pairs of texts: name their columns in "
                 "data.columns, text_pair and label, or write recall_at_10"
@@ -73,7 +73,7 @@ class Embedding(NlpTask):
                     f"the {name} split has {different} different texts, so the {_NEIGHBOURS} nearest to a text are "
                     f"always all others: give it a hundred or more (data.sizes.{name}, data.shares.{name})"
                 )
-        return Regression.convert_labels(splits, params) if labelled else ()
+        return Regression.convert_labels(splits, params) if labeled else ()
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
         """Return each text as an example of its own, also those of a pair, with the original's embedding as label."""
@@ -153,11 +153,11 @@ def _rows(frame: pd.DataFrame, found: np.ndarray) -> pd.DataFrame:
     """Return the per-example results of embeddings `found` `(rows, texts of a row, width)`, each of length 1.
 
     The recall of a text is the share of its ten nearest other texts, by the original's embeddings, that are among the
-    ten nearest by those found; that of a pair is the mean over its texts. Each text counts once as a neighbour.
+    ten nearest by those found; that of a pair is the mean over its texts. Each text counts once as a neighbor.
     """
     texts = _texts(frame)
     _, places, back = np.unique(texts.ravel(), return_index=True, return_inverse=True)
-    wanted, nearest = (_neighbours(each.reshape(texts.size, -1)[places]) for each in (_originals(frame), found))
+    wanted, nearest = (_neighbors(each.reshape(texts.size, -1)[places]) for each in (_originals(frame), found))
     recall = (wanted[:, :, None] == nearest[:, None, :]).any(-1).mean(1)
     rows = pd.DataFrame({"recall_at_10": recall[back].reshape(texts.shape).mean(1)})
     if "label" in frame:
@@ -165,8 +165,8 @@ def _rows(frame: pd.DataFrame, found: np.ndarray) -> pd.DataFrame:
     return rows
 
 
-def _neighbours(vectors: np.ndarray) -> np.ndarray:
-    """Return the places of each vector's nearest others by their products, `(vectors, neighbours)`."""
+def _neighbors(vectors: np.ndarray) -> np.ndarray:
+    """Return the places of each vector's nearest others by their products, `(vectors, neighbors)`."""
     count, found = min(_NEIGHBOURS, len(vectors) - 1), []
     for start in range(0, len(vectors), _AT_ONCE):
         products = vectors[start : start + _AT_ONCE] @ vectors.T

@@ -1,4 +1,4 @@
-"""Causal language modelling: predict the next token in blocks of text.
+"""Causal language modeling: predict the next token in blocks of text.
 
 The rows of a split are joined into one text: with empty lines or other white space between them, or as documents with
 a token between them that ends a text (data.separator). The text is cut into blocks of `max_length` tokens, without

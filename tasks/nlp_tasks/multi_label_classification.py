@@ -48,7 +48,7 @@ class MultiLabelClassification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether cells hold sets of labels (lists, or strings with |) that repeat, and texts are no lists of words."""
+        """Whether cells are sets of labels (lists, or strings with |) that repeat, and texts are not lists of words."""
         if labels is None or not has_sets(labels) or has_mappings(labels) or texts.map(pd.api.types.is_list_like).any():
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2

@@ -1,6 +1,6 @@
 """Extractive question answering: the answer is a part of the context, as in SQuAD 1.1.
 
-A context that is too long for `max_length` is cut into overlapping windows: neighbours share `stride` tokens
+A context that is too long for `max_length` is cut into overlapping windows: neighbors share `stride` tokens
 (eckart/text/qa_windows.py). Each window is one example for the model, with the first and last token of the answer as
 labels. If a window does not contain the whole answer, both labels are the CLS token (or the first token if there is no
 CLS token).

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, token_loss, token_losses
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labeled_logits, token_loss, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
@@ -87,7 +87,7 @@ class Summarization(NlpTask):
 
     @property
     def predictions(self) -> Predictions:
-        return labelled_logits
+        return labeled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         """Return the function that makes a padded batch. If there are labels, it adds the decoder's inputs and mask.
@@ -134,6 +134,7 @@ class Summarization(NlpTask):
     def _written(self, model: PreTrainedModel, tokenizer: Tokenizer, data: Columns, batch: int) -> list[str]:
         """Return the summaries that the model generates, with at most `target_length` tokens each."""
         options: dict[str, Any] = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
+        options |= {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the model's config says
         if search := self.spec.generation:
             options["num_beams"] = search.beams
             if search.length_penalty is not None:

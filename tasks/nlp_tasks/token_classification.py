@@ -19,7 +19,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labelled_logits, sum_of_means, token_loss
+from eckart.calibration.losses import IGNORED, Loss, Predictions, labeled_logits, sum_of_means, token_loss
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
@@ -131,7 +131,7 @@ class TokenClassification(NlpTask):
 
     @property
     def predictions(self) -> Predictions:
-        return labelled_logits
+        return labeled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         return DataCollatorForTokenClassification(tokenizer)
@@ -139,7 +139,7 @@ class TokenClassification(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model. `Scored.predictions` has true and predicted tags at the labelled tokens of each example."""
+        """Score a model. `Scored.predictions` has true and predicted tags at the labeled tokens of each example."""
         data = self.columns(frame, tokenizer, split)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         guesses, where = outputs.argmax(-1), labels != IGNORED
@@ -162,7 +162,7 @@ class TokenClassification(NlpTask):
         """Return the predicted tag of each word of a row; None for a word without a token.
 
         Args:
-            guesses: predicted class at each labelled token, `(labelled tokens,)`, in order.
+            guesses: predicted class at each labeled token, `(labeled tokens,)`, in order.
             first: position of each word's first sub-token, `(words,)`; -1 if there is none. Only the order of the
                 positions is used, because padding may shift them.
         """
@@ -170,7 +170,7 @@ class TokenClassification(NlpTask):
         return [None if token < 0 else self.spec.labels[guesses[next(order)]] for token in first]
 
     def all_metrics(self, guesses: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return all metrics at labelled tokens; `guesses` and `labels` are `(rows, tokens)`.
+        """Return all metrics at labeled tokens; `guesses` and `labels` are `(rows, tokens)`.
 
         If every tag is O or begins with B-, I-, E- or S-, F1 counts whole entities (as in seqeval and conlleval).
         Otherwise it is the mean F1 over tags.

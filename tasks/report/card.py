@@ -63,9 +63,9 @@ def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
     )
     return ModelCardData(
         base_model=hub_id(model.base),
-        license=results.dense.licence.get("license"),
-        license_name=results.dense.licence.get("license_name"),
-        license_link=results.dense.licence.get("license_link"),
+        license=results.dense.license.get("license"),
+        license_name=results.dense.license.get("license_name"),
+        license_link=results.dense.license.get("license_link"),
         library_name=kind.library,
         pipeline_tag=kind.pipeline,
         tags=["eckart", "low-rank", "compression", candidate.recipe],

@@ -22,7 +22,7 @@ CHOICE = Path("reports/choice.json")
 
 @dataclass(frozen=True)
 class Gate:
-    """A condition for a promotion: a measured value of the candidate, such as its speed-up, and the value's limit."""
+    """A condition for a promotion: a measured value of the candidate, such as its speedup, and the value's limit."""
 
     name: str
     value: float
@@ -103,8 +103,8 @@ def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
         words = f"the parameter ratio is {short(measured.keep)}; at most {short(limits.keep)} is allowed"
         asked.append(Gate("keep", measured.keep, limits.keep, True, words, "too large"))
     if limits.least_speedup is not None:
-        words = f"the speed-up is {short(measured.speedup)}; at least {short(limits.least_speedup)} is required"
-        asked.append(Gate("speed-up", measured.speedup, limits.least_speedup, False, words, "too slow"))
+        words = f"the speedup is {short(measured.speedup)}; at least {short(limits.least_speedup)} is required"
+        asked.append(Gate("speedup", measured.speedup, limits.least_speedup, False, words, "too slow"))
     return asked
 
 
@@ -153,8 +153,8 @@ def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limit
         return len(closed), beyond, *best_first(candidates[name], metric)
 
     nearest = min(candidates, key=order)
-    within = all(gate.passed for gate in checked[nearest])
-    return Choice(nearest if within else None, nearest, checked)
+    passes = all(gate.passed for gate in checked[nearest])
+    return Choice(nearest if passes else None, nearest, checked)
 
 
 class Chosen(BaseModel):

@@ -22,14 +22,13 @@ from tasks.artifacts.results_schema import Runtime
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, Results
 from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
-from tasks.report.scale import ScaleOfDense, tick_text
+from tasks.report.scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.shipping import to_ship
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 14.0, 50.0  # margins, in pixels
 _RADIUS = 5.0
 _LETTER, _LINE = 7.0, 15.0  # width of a letter (of the widest usual fonts) and height of a line of labels
 _FAR = 4  # largest distance of an important mark's label from its mark, in lines
-_SPANS = 10.0  # a perplexity that spans more than this factor has a ScaleOfDense
 _MANTISSAS = (1.0, 2.0, 5.0, 1.5, 3.0, 7.0)  # of ticks, the roundest first
 _SHORT: dict[Runtime, str] = {"torch": "", "onnx": " onnx", "int8": " int8"}
 
@@ -95,11 +94,11 @@ def _cost(run: RuntimeResult, cost: Cost) -> float:
 class _Picture:
     def __init__(self, results: Results, cost: Cost, name: str, width: int, height: int) -> None:
         self.results, self.cost, self.name, self.width, self.height = results, cost, name, width, height
-        shipped, best = to_ship(results).run, on_frontier(results, cost)
+        shipped, self.best = to_ship(results).run, on_frontier(results, cost)
         originals = {"dense": "original", CONTROL_EXPORT: "control"}
         self.marks = []
         for run in _runs(results, cost):
-            kind: Literal["shipped", "original", "best", "other"] = "best" if run in best else "other"
+            kind: Literal["shipped", "original", "best", "other"] = "best" if run in self.best else "other"
             kind = "shipped" if run == shipped else "original" if run.model in originals else kind
             label = originals.get(run.model, run.model) + _SHORT[run.runtime]
             self.marks.append(_Mark(run, label, _cost(run, cost), kind))
@@ -119,7 +118,7 @@ class _Picture:
         costs = [math.log(mark.cost) for mark in self.marks]
         margin = 0.06 * (max(costs) - min(costs)) or 0.1
         self.costs = min(costs) - margin, max(costs) + margin
-        if not self.results.metric.bounded and max(values) > _SPANS * min(values) > 0:
+        if spans_widely(self.results.metric, values):
             scale = ScaleOfDense(self.results.metric_of(DENSE))
             low, high = scale.limits(values)
             stretch, self.ticks, self.tick = scale.stretched, scale.ticks(low, high), tick_text
@@ -222,9 +221,8 @@ class _Picture:
 
     def _lines(self) -> Iterator[Box]:
         """Yield the boxes of the frontier's levels and of the original model's, where no label may lie."""
-        best = on_frontier(self.results, self.cost)
-        starts = [self._x(_cost(run, self.cost)) for run in best]
-        levels = [self.scale(run.metric) for run in best]
+        starts = [self._x(_cost(run, self.cost)) for run in self.best]
+        levels = [self.scale(run.metric) for run in self.best]
         for start, end, y in zip(starts, [*starts[1:], float(self.width)], levels, strict=True):
             yield start, y - 1, end, y + 1
         y = self.scale(self.results.metric_of(DENSE))
@@ -232,9 +230,8 @@ class _Picture:
 
     def _line(self) -> Iterator[str]:
         """Yield the frontier: the best metric of all files that cost at most as much."""
-        best = on_frontier(self.results, self.cost)
-        path = f"M{self._x(_cost(best[0], self.cost)):.1f} {self.bottom:.1f}"
-        for run in best:
+        path = f"M{self._x(_cost(self.best[0], self.cost)):.1f} {self.bottom:.1f}"
+        for run in self.best:
             path += f"H{self._x(_cost(run, self.cost)):.1f}V{self.scale(run.metric):.1f}"
         yield f'<path class="frontier" d="{path}H{self.width}"/>'
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tasks.artifacts.limits import within
 from tasks.config.schema import Goal
 from tasks.report.cells import Cell, Row, cell
-from tasks.report.non_inferiority import examples_wanted, statistics
+from tasks.report.non_inferiority import difference, examples_wanted
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
@@ -182,12 +182,12 @@ def _shown(results: Results, result: GoalResult) -> str:
     able = [
         candidate
         for candidate in results.of(result.recipe)
-        if statistics(results, candidate.after, DENSE, margin).holds
+        if difference(results, candidate.after, DENSE, margin).holds
     ]
     if safe := results.smallest(able):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
-    chosen = statistics(results, result.candidate.after, DENSE, margin)
+    chosen = difference(results, result.candidate.after, DENSE, margin)
     needed = (
         "" if chosen.wanted is None else f"; for {result.candidate.name} {examples_wanted([chosen])} would be needed"
     )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from eckart.model.targets import Target
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
+from tasks.report.target_names import layers, place, short
 
 _WIDTH = 930.0  # largest width of a row of cells, in pixels
 _CELL = 34.0  # largest width of a cell
 _CHARACTER = 6.6  # mean width of a character
 _RANK_ROOM = 24.0  # smallest width of a cell in which its rank is written
 _KIND_ROOM = 14.0  # smallest width of a column whose title is written (vertically)
-_IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 
 @dataclass(frozen=True)
@@ -87,33 +84,3 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
             lines.setdefault(tuple(cell(candidate, target) for target in results.targets), []).append(candidate.recipe)
         maps[keep] = {", ".join(recipes): list(cells) for cells, recipes in lines.items()}
     return maps
-
-
-def place(name: str) -> tuple[str, str, str]:
-    """Split the name of a target into stack, layer and kind. A name without a number is a kind only.
-
-    `encoder.layer.3.attention.query` gives `encoder.layer`, `3` and `attention.query`.
-    """
-    match = _IN_A_LAYER.fullmatch(name)
-    return (match["stack"] or "", match["layer"], match["kind"]) if match else ("", "", name)
-
-
-def layers(targets: Sequence[Target]) -> list[tuple[str, list[Target]]]:
-    """Group the targets by layer, in order of execution. Labels include the stack if there are several stacks."""
-    stacks = short({place(target.name)[0] for target in targets} - {""})
-    groups = groupby(targets, lambda target: place(target.name)[:2])
-    return [
-        (f"{stacks[stack]} {layer}" if stack and len(stacks) > 1 else layer, list(group))
-        for (stack, layer), group in groups
-    ]
-
-
-def short(names: set[str]) -> dict[str, str]:
-    """Shorten each dotted name to its shortest unique ending, without `.dense`, BERT's name of many linear layers."""
-
-    def ending(name: str) -> str:
-        parts, others = name.split("."), names - {name}
-        endings = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        return next((end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)), name)
-
-    return {name: ending(name).removesuffix(".dense") for name in names}

@@ -34,7 +34,7 @@ _NAMES = {DENSE: "the original model", CONTROL: "the control"}
 
 
 @dataclass(frozen=True)
-class Statistics:
+class Difference:
     """Difference between a candidate and a reference on some examples, positive if the candidate is better.
 
     gain: the observed difference.
@@ -78,12 +78,12 @@ class Statistics:
         return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
-def statistics(results: Results, model: ScoredModel, reference: ScoredModel, margin: float) -> Statistics:
+def difference(results: Results, model: ScoredModel, reference: ScoredModel, margin: float) -> Difference:
     """Compare a model with a reference (the original model or the control) on the test examples."""
     ends, metric = results.difference(model, reference), results.metric
     gain = -metric.worse_by(results.metric_of(model), results.metric_of(reference))
     low = min(metric.goodness(ends.low), metric.goodness(ends.high))
-    return Statistics(gain, low, margin, results.dense.score.examples, is_mean(results.task))
+    return Difference(gain, low, margin, results.dense.score.examples, is_mean(results.task))
 
 
 def is_mean(task: Task) -> bool:
@@ -91,9 +91,9 @@ def is_mean(task: Task) -> bool:
     return task.metric in kind_of(task).mean_metrics
 
 
-def against_both(results: Results, model: ScoredModel) -> dict[ScoredModel, Statistics]:
+def against_both(results: Results, model: ScoredModel) -> dict[ScoredModel, Difference]:
     """Compare a model with the original model and with the control; the margin is `promotion.largest_drop`."""
-    return {reference: statistics(results, model, reference, results.limits.largest_drop) for reference in _NAMES}
+    return {reference: difference(results, model, reference, results.limits.largest_drop) for reference in _NAMES}
 
 
 def non_inferior(results: Results, model: ScoredModel) -> bool:
@@ -115,7 +115,7 @@ def verdict(results: Results, model: ScoredModel) -> str:
     )
 
 
-def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
+def _missing(compared: Mapping[ScoredModel, Difference]) -> str:
     """Return the end of a verdict: how many examples would show non-inferiority, or that the loss is too large."""
     open_ = {reference: loss for reference, loss in compared.items() if not loss.holds}
     if not open_:
@@ -134,7 +134,7 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
     return f": {examples_wanted(open_.values())} would show it"
 
 
-def examples_wanted(losses: Iterable[Statistics]) -> str:
+def examples_wanted(losses: Iterable[Difference]) -> str:
     """Format the number of examples, to two digits, that would show non-inferiority in all comparisons."""
     most = max(loss.wanted or 0 for loss in losses)
     step = 10 ** max(0, len(str(most)) - 2)

@@ -29,11 +29,11 @@ from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import count, score
 from tasks.report.plot_style import plot_style
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
-from tasks.report.scale import ScaleOfDense, tick_text
+from tasks.report.scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.table import AFTER, BEFORE
 
-# Each colour is legible on white and on near black.
-_COLOURS = (
+# Each color is legible on white and on near black.
+_COLORS = (
     "#3f7fd6",
     "#e0791f",
     "#2d9d5f",
@@ -130,18 +130,18 @@ def predictions_svg(results: Results) -> Markup | None:
     shown = predicted_and_measured(results)
     if not shown:
         return None
-    colours = dict(zip(results.keeps, cycle(_COLOURS), strict=False))
+    colors = dict(zip(results.keeps, cycle(_COLORS), strict=False))
     keeps = [keep for keep in results.keeps if any(keep in by_keep for by_keep in shown.values())]
-    key = _key(*(_entry(f"keep {keep}", colours[keep], "dot") for keep in keeps), _entry("equal", _MUTED))
+    key = _key(*(_entry(f"keep {keep}", colors[keep], "dot") for keep in keeps), _entry("equal", _MUTED))
     return key + _panels(
-        (partial(_predictions, results, recipe, shown[recipe], colours) for recipe in shown), "predictions"
+        (partial(_predictions, results, recipe, shown[recipe], colors) for recipe in shown), "predictions"
     )
 
 
 def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the colour and marker of each recipe in all plots."""
-    looks = zip(recipes, cycle(_COLOURS), cycle(_MARKERS), strict=False)
-    return {recipe: {"color": colour, "marker": marker} for recipe, colour, marker in looks}
+    """Return the color and marker of each recipe in all plots."""
+    looks = zip(recipes, cycle(_COLORS), cycle(_MARKERS), strict=False)
+    return {recipe: {"color": color, "marker": marker} for recipe, color, marker in looks}
 
 
 def _tradeoff(results: Results, narrow: bool = False) -> Figure:
@@ -174,7 +174,7 @@ def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.metric_of(DENSE)
     values = [dense, results.metric_of(CONTROL), *(candidate.recovered for candidate in results.candidates), *more]
-    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
+    if spans_widely(results.metric, values):
         scale = ScaleOfDense(dense)
         limits = scale.limits(values)
         axes.set_ylim(*limits)  # set first, because ScaleOfDense cannot show values ≤ 0, which a linear axis may have
@@ -208,12 +208,12 @@ def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults],
 
 
 def _draw_intervals(
-    axes: Axes, x: Sequence[float], candidates: list[CandidateResults], results: Results, colour: str
+    axes: Axes, x: Sequence[float], candidates: list[CandidateResults], results: Results, color: str
 ) -> None:
     """Draw the interval of each candidate's difference from the original model, shifted by the original's metric."""
     for place, candidate in zip(x, candidates, strict=True):
         ends, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
-        axes.vlines(place, dense + ends.low, dense + ends.high, color=colour, linewidth=3, alpha=0.35)
+        axes.vlines(place, dense + ends.low, dense + ends.high, color=color, linewidth=3, alpha=0.35)
 
 
 def _size_label(results: Results, keep: str) -> str:
@@ -248,15 +248,13 @@ def _panels(draws: Iterable[Callable[[Axes], None]], salt: str) -> Markup:
     return Markup("").join(_svg(partial(panel, draw), f"{salt} {number}") for number, draw in enumerate(draws))
 
 
-def _entry(
-    label: str, colour: str, kind: Literal["line", "dot"] = "line", dashes: str = "", width: float = 2
-) -> Markup:
+def _entry(label: str, color: str, kind: Literal["line", "dot"] = "line", dashes: str = "", width: float = 2) -> Markup:
     """Return an entry of a key: a stroke or a dot, and what it stands for."""
     shape = (
-        Markup('<circle cx="12" cy="5" r="4" fill="{}"/>').format(_css(colour))
+        Markup('<circle cx="12" cy="5" r="4" fill="{}"/>').format(_css(color))
         if kind == "dot"
         else Markup('<line x2="24" y1="5" y2="5" stroke="{}" stroke-width="{}" stroke-dasharray="{}"/>').format(
-            _css(colour), width, dashes
+            _css(color), width, dashes
         )
     )
     return Markup('<span><i class="swatch"><svg viewBox="0 0 24 10">{}</svg></i>{}</span>').format(shape, label)
@@ -271,24 +269,24 @@ def _draw_curves(title: str, lines: list[tuple[Curve, str]], limits: tuple[float
     margin = 0.05 * (limits[1] - limits[0]) or 0.1
     axes.set_ylim(limits[0] - margin, limits[1] + margin)  # the same in all panels
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for curve, colour in lines:
+    for curve, color in lines:
         steps, losses = [point.step for point in curve], [point.compared_loss for point in curve]
-        axes.plot(steps, losses, color=colour, linewidth=1.4, marker="." if len(curve) == 1 else None)
+        axes.plot(steps, losses, color=color, linewidth=1.4, marker="." if len(curve) == 1 else None)
     if not any(curve for curve, _ in lines):
         axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=_MUTED)
 
 
 def _measures(results: Results, recipe: str, panels: Panels, salt: str) -> Markup:
     """Draw a panel for each measure, with a line for each keep. Panels share the x axis (steps), but not the y axis."""
-    colour = _looks(results.recipes)[recipe]["color"]
-    strokes = {keep: {"color": colour, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
+    color = _looks(results.recipes)[recipe]["color"]
+    strokes = {keep: {"color": color, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
     last = max(step for series in panels.values() for points in series.values() for step, _ in points)
     keeps = dict.fromkeys(keep for series in panels.values() for keep in series)
     entries = []
     for keep in keeps:
         style, width = strokes[keep]["linestyle"], strokes[keep]["linewidth"]
         dashes = "" if isinstance(style, str) else " ".join(f"{width * part:g}" for part in style[1])
-        entries.append(_entry(f"keep {keep}", colour, "line", dashes, width))
+        entries.append(_entry(f"keep {keep}", color, "line", dashes, width))
 
     def draw(name: str, series: Mapping[str, list[tuple[int, float]]], axes: Axes) -> None:
         axes.set(title=name, xlabel="step", xlim=(0, last * 1.05))
@@ -348,8 +346,8 @@ def _weighting(results: Results, recipe: str) -> Weighting:
     return weighting
 
 
-def _predictions(results: Results, recipe: str, by_keep: Pairs, colours: Mapping[str, str], axes: Axes) -> None:
-    """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a colour per keep."""
+def _predictions(results: Results, recipe: str, by_keep: Pairs, colors: Mapping[str, str], axes: Axes) -> None:
+    """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a color per keep."""
     weighting, classes = _weighting(results, recipe), kind_of(results.task).objective().classes
     predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
     axes.set(title=recipe, xscale="log", yscale="log")
@@ -358,7 +356,7 @@ def _predictions(results: Results, recipe: str, by_keep: Pairs, colours: Mapping
     _decades(axes, "x", predicted)
     _decades(axes, "y", measured)
     for keep, pairs in by_keep.items():
-        axes.plot(*_columns(pairs), "o", color=colours[keep], markersize=4.5, alpha=0.75, markeredgewidth=0)
+        axes.plot(*_columns(pairs), "o", color=colors[keep], markersize=4.5, alpha=0.75, markeredgewidth=0)
     if classes and weighting.predicts_loss:
         axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # the line of equality
 
@@ -379,7 +377,7 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def _svg(draw: Callable[[], Figure], salt: str) -> Markup:
-    """Return the `<svg>` element of a figure, with the page's colours and font. Matplotlib has escaped all text."""
+    """Return the `<svg>` element of a figure, with the page's colors and font. Matplotlib has escaped all text."""
     with style.context(["default", {**_STYLE, "svg.hashsalt": salt}]):  # otherwise ids in the file would be random
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -392,7 +390,7 @@ def _svg(draw: Callable[[], Figure], salt: str) -> Markup:
 
 
 def _css(text: str) -> str:
-    """Replace colours with variables of the page's style sheet."""
-    for name, colour in {"ink": _INK, "muted": _MUTED, "rule": _RULE, "paper": _PAPER}.items():
-        text = text.replace(colour, f"var(--{name})")
+    """Replace colors with variables of the page's style sheet."""
+    for name, color in {"ink": _INK, "muted": _MUTED, "rule": _RULE, "paper": _PAPER}.items():
+        text = text.replace(color, f"var(--{name})")
     return text

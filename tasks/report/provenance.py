@@ -68,7 +68,7 @@ def cut(data: schema.Data) -> str:
     begins = "; its first token is the beginning-of-text token" if data.first else ""
     return (
         f"each a window of {data.max_length} tokens that scores its last {data.stride}, so that no token is scored "
-        f"twice, and each after at least {data.max_length - data.stride} others but for the first window's{begins}"
+        f"twice, and each, except in the first window, after at least {data.max_length - data.stride} others{begins}"
         if data.stride
         else f"each a block of {data.max_length} tokens of the text, scored without overlap{begins}"
     )

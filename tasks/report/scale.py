@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tasks.artifacts.metrics import Metric
 
 _EVEN = 0.2  # loss minus the dense loss, in nats, up to which the scale is nearly linear
 _LOSS = 600.0  # loss minus the dense loss, in nats, at which the scale ends, so that perplexities do not overflow
 _TICKS_APART = 0.06  # smallest distance between ticks, as a share of the axis
 _MARGIN = 0.05  # at both ends of the axis, as a share of its length
 _MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of ticks, the roundest numbers first
+
+
+def spans_widely(metric: Metric, values: Sequence[float]) -> bool:
+    """Return whether values of a metric without an upper bound, such as perplexities, span a factor above ten."""
+    return not metric.bounded and max(values) > 10 * min(values) > 0
 
 
 @dataclass(frozen=True)

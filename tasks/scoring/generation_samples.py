@@ -18,7 +18,7 @@ _COUNT = 3  # number of texts: enough to judge a model, and few enough to read
 def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, test: pd.DataFrame, tokens: int
 ) -> tuple[Continuation, ...]:
-    """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modelling.
+    """Return greedy continuations of the beginnings of three test blocks; () if the task is not language modeling.
 
     Beginning and continuation have `tokens` tokens each, or half a block if that is less: both must fit into a block.
     """

@@ -123,7 +123,7 @@ def matthews(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.n
 
 
 def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return 1, x, y, x², y² and x·y of each row, `(rows, 6)`, with x and y centred for numerical precision."""
+    """Return 1, x, y, x², y² and x·y of each row, `(rows, 6)`, with x and y centered for numerical precision."""
     x, y = x - x.mean(), y - y.mean()
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 

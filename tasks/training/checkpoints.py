@@ -92,10 +92,15 @@ class Checkpoints(TrainerCallback):
         (folder / _DIGEST).write_text(self.digest)
 
 
+def environment() -> str:
+    """Return what the result of a computation depends on beside its inputs: versions, threads and code."""
+    return f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()} {all_code()}"
+
+
 def digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
     """Return a digest of everything that decides the result of the training."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()} {all_code()}".encode())
+    digest.update(environment().encode())
     digest.update(model.config.to_json_string().encode())
     for rule in rules:
         digest.update(f"{type(rule).__name__} {rule.settings!r}".encode())

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eckart.factorization.refinement import BlockStore, RefinedBlock
-from tasks.runtime.code_folders import all_code
 from tasks.runtime.stage_runner import say
+from tasks.training.checkpoints import environment
 
 FOLDER = Path(".eckart/checkpoints/factorize")
 
@@ -64,13 +62,13 @@ class RefinedBlocks(BlockStore):
 def _read(file: Path) -> tuple[str, RefinedBlock, dict[str, Tensor]]:
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is not a mapping)
     return metadata["digest"], RefinedBlock.model_validate_json(metadata["block"]), tensors
 
 
 def _digest(inputs: Iterable[Path], settings: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()} {all_code()}".encode())
+    digest.update(environment().encode())
     for path in inputs:
         for file in [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file()):
             with file.open("rb") as content:

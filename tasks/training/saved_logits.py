@@ -25,6 +25,7 @@ from eckart.calibration.losses import Batch
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.recovery.teacher_logits import TeacherLogits, keys, teach
 from eckart.training.optimizer_settings import Optimization
+from tasks.artifacts import atomic_files
 from tasks.artifacts.paths import LOGITS
 from tasks.config.schema import Trainer
 from tasks.nlp_tasks._prediction import Collate, by_length
@@ -106,9 +107,7 @@ def _append(folder: Path, parts: Sequence[np.ndarray], done: int, total: int) ->
             raise ValueError("examples differ in their number of predictions: set distillation.top to null")
         array[done : done + len(part)] = part
         array.flush()
-    partial = folder / f"{_DONE}.partial"
-    partial.write_text(str(done + len(parts[0])))
-    partial.replace(folder / _DONE)
+    atomic_files.write(folder / _DONE, str(done + len(parts[0])))
     return done + len(parts[0])
 
 

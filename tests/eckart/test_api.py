@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -23,6 +25,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
+from eckart.calibration.batches import decoder_inputs
 from eckart.calibration.losses import IGNORED
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
@@ -34,7 +37,7 @@ from tests import tiny
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BATCHES = tiny.batches(tiny.samples(12), 4)
 INPUTS = {name: values for name, values in BATCHES[0].items() if name != "labels"}
-UNLABELLED = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
+UNLABELED = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
 PIPELINE = ("prefect", "dvc", "mlflow", "datasets", "pandas", "scipy", "sklearn", "pydantic_settings", "tasks", "flows")
 
 
@@ -182,12 +185,12 @@ def test_a_recipe_may_be_a_mapping_as_in_params_yaml() -> None:
 
 
 def test_labels_are_needed_only_for_gradients() -> None:
-    _, report = eckart.compress(tiny.bert(), iter(UNLABELLED), 0.5, "drone")
+    _, report = eckart.compress(tiny.bert(), iter(UNLABELED), 0.5, "drone")
     assert report.keep <= 0.5
     with pytest.raises(ValueError, match=r"labels.*drone"):
-        eckart.compress(tiny.bert(), UNLABELLED, 0.5, "kfac")
+        eckart.compress(tiny.bert(), UNLABELED, 0.5, "kfac")
     with pytest.raises(ValueError, match=r"tolerance.*labels"):
-        eckart.compress(tiny.bert(), UNLABELLED, 0.5, "drone_tolerance")
+        eckart.compress(tiny.bert(), UNLABELED, 0.5, "drone_tolerance")
 
 
 def test_batching_and_padding_do_not_change_the_result() -> None:
@@ -232,6 +235,14 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES, [0.5], largest_drop=0.1, score=float)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="Linear"):
         eckart.compress(torch.nn.Linear(2, 2), BATCHES, 0.5)  # type: ignore[arg-type]
+    for place in ("", "bert.encoder.layer.0"):
+        wrapped = tiny.bert()
+        part = wrapped.get_submodule(place)
+        part.forward = torch.compile(part.forward, backend="eager")  # a copy would run the original
+        with pytest.raises(ValueError, match=rf"forward of {place or 'the model'} was replaced"):
+            eckart.compress(wrapped, BATCHES, keep=0.5, recipe="svd", check=False)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        eckart.compress(tiny.bert(), BATCHES, keep=0.5)
     with pytest.raises(ValueError, match=r"BertModel.*head"):
         eckart.compress(tiny.bert().base_model, BATCHES, 0.5, "kfac")
     with pytest.raises(ValueError, match="source"):
@@ -291,6 +302,19 @@ def test_decoder_inputs_are_made_from_the_labels() -> None:
     masked = {**prompted, "decoder_attention_mask": long["decoder_attention_mask"]}
     (small, _), (same, _) = (eckart.compress(model, [batch], 0.5, "kfac") for batch in (prompted, masked))
     tiny.assert_same(small, same, masked)
+
+
+def test_labels_stay_when_decoder_inputs_are_made_from_them() -> None:
+    """FSMT puts padding where labels are ignored, in the tensor that it gets."""
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = FSMTForConditionalGeneration(
+        FSMTConfig(langs=["en", "de"], src_vocab_size=20, tgt_vocab_size=20, **sizes, **heads)
+    )
+    labels = torch.tensor([[5, 6, 2], [7, 2, IGNORED]])
+    inputs = decoder_inputs(model, labels)
+    assert labels.tolist() == [[5, 6, 2], [7, 2, IGNORED]]
+    assert inputs["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 class Nameless(type(tiny.bert())):  # type: ignore[misc]

@@ -7,17 +7,17 @@ keep only, it has no figure.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
-from tasks.report.heatmap import place, short
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import CandidateResults, Curve, Results
+from tasks.report.scale import spans_widely
+from tasks.report.target_names import kind_in_layer, short
 
 _KEEP = "keep (share of target parameters)"
 
@@ -34,12 +34,6 @@ def plots_of(results: Results) -> list[Plot]:
         _trainings,
     )
     return [plot for maker in makers for plot in maker(results)]
-
-
-def kind_in_layer(name: str) -> tuple[str, str, str]:
-    """Return stack, layer and kind of a target. Experts of a layer are of one kind, such as `experts.*.up_proj`."""
-    stack, layer, kind = place(name)
-    return stack, layer, re.sub(r"(?<![^.])\d+(?![^.])", "*", kind)
 
 
 def _scores_over_keep(results: Results) -> Iterator[Plot]:
@@ -88,7 +82,7 @@ def _score_plot(
         panels={"": lines},
         levels={"": levels},
         order=results.recipes,
-        logarithmic=not metric.bounded and max(values) > 10 * min(values) > 0,
+        logarithmic=spans_widely(metric, values),
     )
 
 

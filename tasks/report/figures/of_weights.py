@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss
+from eckart.calibration.losses import Batch, Loss, batch_size
 from eckart.model.layers import gradient_of, low_rank_layers, matrix_of
 from eckart.model.targets import Target
-from tasks.report.figures.of_results import kind_in_layer
 from tasks.report.figures.plot import ORIGINAL, Figure, Line, Pattern, Plot
-from tasks.report.heatmap import short
+from tasks.report.target_names import kind_in_layer, short
 
 _BINS = 40
 
@@ -125,7 +124,7 @@ def neuron_scores(
     count = 0
     for batch in batches:
         loss(model, batch).backward()
-        count += len(next(iter(batch.values())))
+        count += batch_size(batch)
     scores = {}
     for name, layer in layers.items():
         assert layer.residual is not None

@@ -74,7 +74,7 @@ def test_drawn_labels_do_not_depend_on_batches_and_padding():
 
 
 def test_the_drawn_loss_is_the_sum_over_examples_of_their_means():
-    """For blocks of one length, as in language modelling, with every token drawn on its own."""
+    """For blocks of one length, as in language modeling, with every token drawn on its own."""
     model, loss = tiny.causal_llama().double().eval(), DrawnLoss(LANGUAGE.predictions, 3)
     some = [{"input_ids": tiny.samples(1, 6, 6, seed)[0][0].unsqueeze(0)} for seed in range(4)]
     some = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in some]

@@ -68,10 +68,10 @@ def test_ends_do_not_count_for_the_mean_either():
 def test_a_causal_model_has_the_same_statistics_for_any_batches_and_padding(batches):
     """Also in single precision, in which the first token's query gets a rounding error in place of a zero."""
     model, samples = tiny.causal_llama(), tiny.samples(6, 6, 24)
-    targets = find_targets(model, labelled(tiny.collate(samples[:2]))).targets
+    targets = find_targets(model, labeled(tiny.collate(samples[:2]))).targets
 
     def gathered(size: int, more: int, robust: RobustGradients) -> dict[str, Tensor]:
-        data = map(labelled, tiny.batches(samples, size, more))
+        data = map(labeled, tiny.batches(samples, size, more))
         found = collect(model, data, targets, ["output_gradients"], causal_loss, robust=robust)
         return {name: value / value.norm() for name, value in found["output_gradients"].items()}
 
@@ -81,13 +81,13 @@ def test_a_causal_model_has_the_same_statistics_for_any_batches_and_padding(batc
     assert max(float((alone[name] - plain[name]).norm()) for name in plain) > 0.05
 
 
-def labelled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def labeled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def test_limits_that_no_norm_passes_change_no_bit():
     model = tiny.causal_llama()
-    data = [labelled(batch) for batch in tiny.batches(tiny.samples(6), 3)]
+    data = [labeled(batch) for batch in tiny.batches(tiny.samples(6), 3)]
     targets = find_targets(model, data[0]).targets
     plain, wide = (
         collect(model, data, targets, loss=causal_loss, robust=robust)

@@ -379,7 +379,7 @@ def test_passes_are_the_layers_in_order():
     assert [part.targets for part in passes(targets, None)] == [targets]
 
 
-def test_targets_without_a_number_are_a_layer_between_their_neighbours():
+def test_targets_without_a_number_are_a_layer_between_their_neighbors():
     names = ["first", "a.0.x", "a.0.y.7.z", "between.x", "also", "b.c.0", "b.c.1", "last"]
     targets = [Target(name=name, out_features=1, in_features=1, input_of=name) for name in names]
     got = [[target.name for target in part.targets] for part in passes(targets, 1)]

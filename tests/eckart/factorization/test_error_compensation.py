@@ -221,7 +221,7 @@ def test_no_weight_restores_the_sum_after_a_residual_connection_better(family, l
 
 
 def read_by(model: PreTrainedModel, name: str, batches: Sequence[Batch]) -> Tensor:
-    """Return what the module `name` reads at tokens that are no padding, `(tokens, features)`."""
+    """Return what the module `name` reads at tokens that are not padding, `(tokens, features)`."""
     read: list[Tensor] = []
     hook = model.get_submodule(name).register_forward_pre_hook(
         lambda _, args, kwargs: read.append(first_input(args, kwargs)), with_kwargs=True

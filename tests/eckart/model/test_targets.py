@@ -362,7 +362,7 @@ def test_a_layer_that_runs_once_for_each_token_is_a_target():
 
 
 class _OtherInputs(nn.Module):
-    """A layer that reads other inputs than its neighbours from the second of three calls on."""
+    """A layer that reads other inputs than its neighbors from the second of three calls on."""
 
     def __init__(self, map: nn.Linear) -> None:
         super().__init__()

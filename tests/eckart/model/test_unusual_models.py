@@ -290,6 +290,12 @@ def test_span_losses_are_found_from_the_batch():
     )
     unmasked = {name: values[:1] for name, values in batch.items() if name != "attention_mask"}
     torch.testing.assert_close(span_loss(model, unmasked), span_loss(model, {n: v[:1] for n, v in batch.items()}))
+    padding = batch["attention_mask"].sum(1).tolist().index(min(batch["attention_mask"].sum(1).tolist()))
+    at_padding = {name: values[padding : padding + 1] for name, values in batch.items()}
+    at_padding["end_positions"] = batch["attention_mask"][padding].sum()[None]  # the first after the text
+    alone = {**at_padding, "end_positions": torch.tensor([len(batch["input_ids"][0])])}
+    assert at_padding["end_positions"] < len(batch["input_ids"][0])
+    torch.testing.assert_close(span_loss(model, at_padding), span_loss(model, alone))
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

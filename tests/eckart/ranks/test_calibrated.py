@@ -80,7 +80,7 @@ def test_depth_solved_by_hand() -> None:
     assert list(depth_factors(SQUARE, 2.0, 0.0).values()) == [1, 1, 1]
 
 
-def test_what_is_outside_of_the_blocks_has_the_depth_of_its_neighbour() -> None:
+def test_what_is_outside_of_the_blocks_has_the_depth_of_its_neighbor() -> None:
     names = ["embedding", "encoder.0.a", "encoder.0.b.7", "between", "decoder.0.a", "decoder.1.a", "last"]
     targets = [SQUARE[0].model_copy(update={"name": name}) for name in names]
     factors = depth_factors(targets, 0.0, 2.0)

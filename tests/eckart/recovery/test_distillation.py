@@ -16,8 +16,8 @@ SAMPLES = tiny.samples(6)
 BATCH = tiny.collate(SAMPLES)
 
 
-def rule(teacher: PreTrainedModel, classification: bool = True, **changes: float) -> DistillationRule:
-    return DistillationRule(teacher, Distillation(**{"layers": 15.0, **changes}), classification)
+def rule(teacher: PreTrainedModel, classes: bool = True, **changes: float) -> DistillationRule:
+    return DistillationRule(teacher, Distillation(**{"layers": 15.0, **changes}), classes)
 
 
 def student() -> PreTrainedModel:

@@ -51,7 +51,7 @@ def halves(rank: int = 3, dropout: bool = False, dense: int = 0) -> tuple[Any, A
 
 
 def rule_of(low: PreTrainedModel, weights: dict[str, Tensor], seed: int = 0, **changes: Any) -> MixedRankRule:
-    return MixedRankRule(low, weights, settings(**changes), classification=True, seed=seed)
+    return MixedRankRule(low, weights, settings(**changes), classes=True, seed=seed)
 
 
 def drawn(rule: MixedRankRule) -> list[bool]:
@@ -150,7 +150,7 @@ def test_p_falls_in_equal_steps_to_zero():
 
 
 def test_every_target_draws_on_its_own_at_rate_p():
-    """400 steps of 14 draws, within five standard deviations; neighbours agree half of the time."""
+    """400 steps of 14 draws, within five standard deviations; neighbors agree half of the time."""
     _, low, weights = halves()
     rule = rule_of(low, weights, initial=0.5, until=1.0, steps=10**6)
     draws = []
@@ -206,7 +206,7 @@ def test_the_loss_is_the_mean_of_both_tasks_and_the_symmetric_divergence():
 
 def test_a_regression_agrees_by_squared_error():
     _, low, weights = halves()
-    rule = MixedRankRule(low, weights, settings(consistency=0.7), classification=False, seed=0)
+    rule = MixedRankRule(low, weights, settings(consistency=0.7), classes=False, seed=0)
     first, second, extra = passes(rule, low)
     expected = (second.loss - first.loss) / 2 + 0.7 * mse_loss(first.logits, second.logits)
     torch.testing.assert_close(extra, expected)
@@ -282,7 +282,7 @@ def sources(tmp_path, monkeypatch) -> SimpleNamespace:
 def trained(sources: SimpleNamespace, again: bool = False) -> PreTrainedModel:
     """Train; with `again`, activations within layers are computed again on the way back."""
     model = AutoModelForSequenceClassification.from_pretrained(sources.folder)
-    rule = MixedRankRule(model, sources.weights, settings(steps=3), classification=True, seed=0)
+    rule = MixedRankRule(model, sources.weights, settings(steps=3), classes=True, seed=0)
     options = {**rule.settings.options(), "seed": 0, "checkpoint_activations": again}
     train(model, collate(), rows(), CURVE, **options, rules=[rule])
     return model

@@ -41,7 +41,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """The whole output, without colours and movements of the cursor."""
+        """The whole output, without colors and movements of the cursor."""
         return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.raw)
 
     def end(self) -> int | None:

@@ -1,5 +1,6 @@
 """The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
 
+import errno
 import itertools
 import json
 import os
@@ -9,15 +10,25 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
+from flows.engine import (
+    cached_objects,
+    dvc_transport,
+    lock_file,
+    locks,
+    orphaned_processes,
+    stage_processes,
+    stage_results,
+)
 from flows.engine import stages as engine
 from flows.engine.stage_processes import CommandFailed
 from tasks.artifacts.errors import EckartError
@@ -528,6 +539,61 @@ class TestLinks:
         shutil.rmtree(workspace / "out")
         assert Counter(run_all(workspace).values()) == {"Cached": 2, "Restored": 2}
         assert stale(workspace) == []
+
+
+def test_a_linked_folder_among_the_inputs_is_refused_and_links_to_its_files_are_seen_to_change(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """DVC sees an empty folder behind a link, and would never run the stages again."""
+    (workspace / "raw.txt").unlink()
+    (workspace / "raw.txt").mkdir()
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt ", "cat raw.txt/*/* > "))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/rows").write_text("one\n")
+    (workspace / "raw.txt/mine").symlink_to(tmp_path / "shared")
+    with pytest.raises(engine.WorkspaceUnusable, match=r"raw\.txt/mine .*link") as caught:
+        engine.plan()
+    (command,) = re.findall(r"`([^`]*)`", str(caught.value))
+    call(workspace, "sh", "-c", command)
+    assert run_all(workspace)["source"] == "Executed"
+    (tmp_path / "shared/rows").write_text("two\n")
+    assert run_all(workspace)["source"] == "Executed"
+    assert (workspace / "source.txt").read_text() == "two\n"
+
+
+def test_a_cache_that_takes_no_files_is_an_error_and_costs_no_result(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC only logs it."""
+
+    def full(
+        _: Any, sources: list[str], __: Any, targets: list[str], *, on_error: Callable[..., None], **___: Any
+    ) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            on_error(source, target, OSError(errno.ENOSPC, "No space left on device"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dvc_objects.fs.generic.transfer", full)
+        for _ in range(2):
+            with pytest.raises(engine.WorkspaceUnusable, match=r"source .*make room"):
+                run_all(workspace)
+    assert set(ran(workspace)) == {"source"}
+    assert (workspace / "source.txt").exists()
+    assert run_all(workspace) == dict.fromkeys(ALL, "Executed") | {"source": "Cached"}
+    assert "source" not in ran(workspace)
+    assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_both_sides_of_a_merge_in_the_lock_file_are_no_damage(workspace: Path) -> None:
+    run_all(workspace)
+    lock = (workspace / "dvc.lock").read_text()
+    (workspace / "dvc.lock").write_text(lock.replace("stages:\n", "<<<<<<< HEAD\nstages:\n=======\n>>>>>>> other\n", 1))
+    ran(workspace)
+    for use in (engine.plan, dvc_transport.pull, dvc_transport.push):
+        with pytest.raises(EckartError, match=r"merge.*git checkout --ours dvc\.lock"):
+            use()
+    assert not (workspace / "dvc.lock.damaged").exists()
+    assert ran(workspace) == []
 
 
 BROKEN: dict[str, list[str | None]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flows.gc.kind import CannotCollect
 from flows.registry import versions
 from flows.tracking import mirror
 from flows.workspace import reproduce, worktrees
+from tasks.artifacts.errors import EckartError
 from tasks.artifacts.paths import LOGITS
 from tests.flows.toy import MLFLOW, Flows, call, commit, stale
 from tests.flows.workspace.test_reproduce import MODEL, PARAMS, PIPELINE, repository
@@ -161,6 +163,22 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
     call(main, "git", "worktree", "remove", "--force", str(folder))
     collected()
     assert lacking(first)
+
+
+def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
+    main: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(main)
+    worktrees.follow(worktrees.WORKSPACES / "other-seed0")
+    moved = main.rename(main.with_name("moved"))
+    monkeypatch.chdir(moved)
+    for use in (collected, lambda: worktrees.follow(worktrees.WORKSPACES / "other-seed0")):
+        with pytest.raises(EckartError, match="git worktree repair") as caught:
+            use()
+    (command,) = re.findall(r"`(git [^`]*)`", str(caught.value))
+    call(moved, *command.split())
+    assert collected()["other workspaces"] == 0
+    worktrees.follow(worktrees.WORKSPACES / "other-seed0")
 
 
 def test_nothing_goes_while_a_stage_runs_or_from_a_cache_of_several_clones(main: Path, tmp_path: Path) -> None:

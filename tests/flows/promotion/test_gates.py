@@ -145,7 +145,7 @@ class TestMeasure:
             "difference from the record": 0,
             "drop from the original": 0,
             "keep": 0.5,
-            "speed-up": 1.5,
+            "speedup": 1.5,
         }
         assert len(answers) == 8
         assert {answer["label"] for answer in answers} <= set(LABELS)

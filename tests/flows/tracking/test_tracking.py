@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -20,6 +21,7 @@ from mlflow.entities import Run
 from flows.engine.stages import Outcome, Planned
 from flows.tracking import database as database_file
 from flows.tracking.mirror import Mirror
+from tasks.artifacts.errors import EckartError
 from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows import forked
 from tests.flows.servers import until
@@ -313,6 +315,23 @@ def test_a_store_that_fails_is_said_once_and_stops_nothing(
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
 
 
+def test_a_copied_or_moved_workspace_does_not_write_into_the_old_place(
+    root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow stores absolute paths. For a moved workspace, the link that the message names is enough."""
+    Mirror("s", plan, {}).start({"seed": 0})
+    assert not database_file.check()
+    moved = root.with_name("moved")
+    root.rename(moved)
+    monkeypatch.chdir(moved)
+    with pytest.raises(EckartError, match=r"mlflow\.db .*ln -s") as caught:
+        database_file.check()
+    (command,) = re.findall(r"`(ln [^`]*)`", str(caught.value))
+    subprocess.run(command.split(), check=True)
+    assert not database_file.check()
+    root.unlink()
+
+
 def test_a_damaged_database_is_set_aside_with_its_journal(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """SQLite would put what stands in it into the database that comes next. A locked database is not damaged."""
     with closing(sqlite3.connect(root / "mlflow.db")) as writer:
@@ -321,12 +340,12 @@ def test_a_damaged_database_is_set_aside_with_its_journal(root: Path, caplog: py
         writer.commit()
         writer.executemany("INSERT INTO one VALUES (?)", [(number,) for number in range(10_000)])
         journal = (root / "mlflow.db-journal").read_bytes()
-        assert not database_file.set_aside_damaged()
+        assert not database_file.check()
     (root / "mlflow.db-journal").write_bytes(journal)
     (root / "mlflow.db").write_bytes(b"no database" * 1000)
-    assert "mlflow.db.damaged" in database_file.set_aside_damaged()
+    assert "mlflow.db.damaged" in database_file.check()
     (root / "mlflow.db").write_text("nor this")
-    assert "mlflow.db.damaged-2" in database_file.set_aside_damaged()
+    assert "mlflow.db.damaged-2" in database_file.check()
     names = {"mlflow.db.damaged", "mlflow.db.damaged-journal", "mlflow.db.damaged-2"}
     assert {file.name for file in root.glob("mlflow.db*")} <= names
     assert (root / "mlflow.db.damaged-2").read_text() == "nor this"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -182,8 +183,11 @@ def test_a_new_workspace_has_the_default_study_and_whole_git_and_dvc(own: Path) 
 
 def test_a_repository_of_ones_own_keeps_what_it_has(own: Path) -> None:
     call(own, "git", "init", "-q")
+    call(own, "dvc", "init", "-q")
+    call(own, "dvc", "remote", "add", "--default", "mine", "/mine")
     Path(".gitignore").write_text("mine\n")
     new_workspace.init(Path(), NONE)
+    assert call(own, "dvc", "remote", "list").split()[:2] == ["mine", "/mine"]
     assert Path(".gitignore").read_text().startswith("mine\n")
     ignored = call(own, "git", "check-ignore", "models/teacher/x", "data/raw/rows.csv", "reports/x", "mine")
     assert len(ignored.split()) == 4
@@ -232,12 +236,17 @@ def test_what_git_ignores_cannot_be_in_dvc(own: Path, rules: str, ignored: str |
 
 
 def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
+    Path("my-model").chmod(0o555)
     new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
     shop = own / "shop"
     call(shop, "git", "add", "-A")
     assert {"data/raw.dvc", "models/base.dvc"} <= set(call(shop, "git", "ls-files").split())
     assert "reviews.csv" not in call(shop, "git", "ls-files")
     assert call(shop, "dvc", "status", "data/raw.dvc", "models/base.dvc").strip().endswith("up to date.")
+    assert (shop / "models/base/my-model").stat().st_mode & stat.S_IRWXU == stat.S_IRWXU
+    worktrees.carry(own / "my-model", own / "carried")
+    assert (own / "carried").stat().st_mode & stat.S_IRWXU == stat.S_IRWXU
+    Path("my-model").chmod(0o755)
 
 
 def test_data_behind_a_link_have_the_name_of_the_link(own: Path) -> None:

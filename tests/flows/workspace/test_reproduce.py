@@ -204,6 +204,23 @@ class TestClones:
         with pytest.raises(engine.WorkspaceUnusable, match=r"data/raw.*eckart pull"):
             engine.plan()
 
+    def test_without_a_remote_pull_takes_from_the_cache_and_push_names_what_nobody_has(self, main: Path) -> None:
+        call(main, "dvc", "remote", "remove", "storage")
+        shutil.rmtree(main / "data/raw")
+        (main / MODEL).unlink()
+        assert dvc_transport.pull() == dvc_transport.Pulled([], [])
+        assert (main / "data/raw/rows.csv").read_text() == "rows\n"
+        assert (main / MODEL).exists()
+
+    def test_push_names_what_neither_the_cache_nor_the_remote_has(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clone(tmp_path / "other", monkeypatch)
+        done = CliRunner().invoke(app, ["push"])
+        assert done.exit_code == 1
+        assert "data/raw" in done.output
+        assert "models/finetuned/a-0.5" in done.output
+
     def test_an_unusable_remote_is_reported_in_a_line(self, main: Path) -> None:
         call(main, "dvc", "remote", "modify", "--local", "storage", "url", "s3://nowhere")  # whose plug-in is missing
         for command in ("push", "pull"):
@@ -238,6 +255,25 @@ class TestInputs:
         raw.write_text("edited\n")
         assert "data/raw.dvc" in dvc_transport.pull().stale
         assert raw.read_text() == "edited\n"
+
+    def test_pull_leaves_a_folder_with_an_own_file_whole(self, main: Path) -> None:
+        """Not a part of it in the newer state."""
+        raw = main / "data/raw"
+        (raw / "rows.csv").write_text("newer\n")
+        (raw / "more.csv").write_text("more\n")
+        engine.plan()
+        dvc_transport.push()
+        newer = (main / "data/raw.dvc").read_bytes()
+        call(main, "git", "checkout", "data/raw.dvc")
+        dvc_transport.pull()
+        (main / "data/raw.dvc").write_bytes(newer)
+        (raw / "note.csv").write_text("mine\n")
+        before = digests(raw)
+        assert "data/raw.dvc" in CliRunner().invoke(app, ["pull"]).output
+        assert digests(raw) == before
+        (raw / "note.csv").rename(main / "note.csv")
+        assert "data/raw.dvc" not in dvc_transport.pull().stale
+        assert sorted(digests(raw)) == ["more.csv", "rows.csv"]
 
     def test_a_note_in_git_beside_the_inputs_is_not_all_of_them(self, main: Path) -> None:
         call(main, "git", "rm", "-q", "data/raw.dvc")

@@ -62,7 +62,7 @@ def rows() -> pd.DataFrame:
 
 
 class OnACircle(Embedding):
-    """Embeds the texts "0" to "5" at angles, so that neighbours can be counted by hand."""
+    """Embeds the texts "0" to "5" at angles, so that neighbors can be counted by hand."""
 
     def __init__(self, spec: Task, angles: list[float]) -> None:
         super().__init__(spec)
@@ -74,8 +74,8 @@ class OnACircle(Embedding):
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
 
 
-def scored(found: list[float], frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, neighbours: int = 2) -> Any:
-    monkeypatch.setattr("tasks.nlp_tasks.embedding._NEIGHBOURS", neighbours)
+def scored(found: list[float], frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, neighbors: int = 2) -> Any:
+    monkeypatch.setattr("tasks.nlp_tasks.embedding._NEIGHBOURS", neighbors)
     given: Any = None
     with_originals = OnACircle(task(), ANGLES).with_originals(given, given, frame)
     return OnACircle(task(), found).score(given, given, with_originals, 8, "test")
@@ -144,7 +144,7 @@ def test_scores_are_for_pairs(workspace: Path, columns: dict[str, Any], metric: 
 
 
 @pytest.mark.parametrize(("texts", "refused"), [(11, True), (12, False)])
-def test_there_are_more_texts_than_neighbours(texts: int, refused: bool) -> None:
+def test_there_are_more_texts_than_neighbors(texts: int, refused: bool) -> None:
     """Of eleven, each has the other ten as its nearest, whatever the model."""
     many, few = (pd.DataFrame({"text": [str(place) for place in range(count)] * 2}) for count in (20, texts))
     data = TypeAdapter(Data).validate_python(tiny_params(data=DATA)["data"])

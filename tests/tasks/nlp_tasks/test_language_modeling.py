@@ -1,4 +1,4 @@
-"""Language modelling: blocks and perplexity by hand and by their laws, GGUF files, and all stages with a tiny LLaMA."""
+"""Language modeling: blocks and perplexity by hand and by their laws, GGUF files, and all stages with a tiny LLaMA."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def labels_of(text: str) -> list[str]:
     return [word for word in (*LABELS, "warm") if word in text.split()]
 
 
-def labelled(separated: bool = True) -> list[dict[str, Any]]:
+def labeled(separated: bool = True) -> list[dict[str, Any]]:
     rows = [{"text": text, "label": labels_of(text)} for text in reviews()["text"]]
     return [{**row, "label": "|".join(row["label"])} for row in rows] if separated else rows
 
@@ -45,7 +45,7 @@ def labelled(separated: bool = True) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("separated", [True, False])
 def test_every_text_keeps_its_labels_none_included(separated: bool) -> None:
-    splits = extracted(write_jsonl(labelled(separated)), **DATA)
+    splits = extracted(write_jsonl(labeled(separated)), **DATA)
     names = load_task().labels
     assert names == tuple(sorted(names))
     kept = {
@@ -59,12 +59,12 @@ def test_every_text_keeps_its_labels_none_included(separated: bool) -> None:
 
 @pytest.mark.usefixtures("workspace")
 def test_a_single_label_is_refused() -> None:
-    assert "plot" in refusal(write_jsonl([{**row, "label": "plot"} for row in labelled()]), **DATA)
+    assert "plot" in refusal(write_jsonl([{**row, "label": "plot"} for row in labeled()]), **DATA)
 
 
 @pytest.mark.usefixtures("workspace")
 def test_no_label_is_refused() -> None:
-    assert "label" in refusal(write_jsonl([{**row, "label": []} for row in labelled()]), **DATA)
+    assert "label" in refusal(write_jsonl([{**row, "label": []} for row in labeled()]), **DATA)
 
 
 @pytest.mark.usefixtures("workspace")
@@ -172,7 +172,7 @@ def test_a_study_goes_from_files_to_an_exported_candidate(workspace: Path) -> No
         "importance": {"labels": "drawn"},
         "recipes": {"kfac": {"recovery": {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}}},
     }
-    write_params(Path(), tiny_params(data={"source": write_jsonl(labelled()), **DATA}, **changes))
+    write_params(Path(), tiny_params(data={"source": write_jsonl(labeled()), **DATA}, **changes))
     for stage in ("extract", "teacher", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate", "export"):

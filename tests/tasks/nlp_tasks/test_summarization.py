@@ -270,6 +270,13 @@ def test_beams_and_chance_of_the_model_s_own_settings_do_not_count() -> None:
     assert scored(model, rows(10)) == expected
 
 
+def test_each_text_has_one_summary_whatever_the_model_s_settings_say() -> None:
+    model, kind = t5(), kind_of(task(generation=Generation(beams=4)))
+    expected = kind.answers(model, tokenizer(), rows(10), 4)
+    model.generation_config.update(num_beams=4, num_return_sequences=2, return_dict_in_generate=True)
+    assert kind.answers(model, tokenizer(), rows(10), 4) == expected
+
+
 @pytest.mark.parametrize(
     ("own", "search", "expected"),
     [

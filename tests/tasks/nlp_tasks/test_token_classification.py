@@ -71,7 +71,7 @@ def labels(tokenizer: PreTrainedTokenizerBase, *words: str, max_length: int = 16
         (["the", "the"], {"max_length": 2}, {}),
     ],
 )
-def test_the_first_sub_token_of_a_word_is_labelled(
+def test_the_first_sub_token_of_a_word_is_labeled(
     words: list[str], settings: dict[str, int], expected: dict[str, int]
 ) -> None:
     assert labels(pieces(), *words, **settings) == expected
@@ -97,7 +97,7 @@ def test_rows_are_as_the_tokenizer_splits_them_by_itself() -> None:
 
 
 def measured(tags: Sequence[str], labels: list[str], guesses: list[str]) -> dict[str, float]:
-    """All metrics of one row between tokens that are not labelled, and of a row without any."""
+    """All metrics of one row between tokens that are not labeled, and of a row without any."""
     ids = {tag: position for position, tag in enumerate(tags)}
     wanted = [[IGNORED, *(ids[tag] for tag in labels), IGNORED], [IGNORED] * (len(labels) + 2)]
     guessed = [[1, *(ids[tag] for tag in guesses), 0], [1] * (len(labels) + 2)]
@@ -192,8 +192,8 @@ def test_words_with_the_tag_of_ignored_tokens_have_no_label() -> None:
     task = load_task()
     assert task.labels == ("0", "1")
     test, kind = splits["test"], kind_of(task)
-    labelled = kind.encode(test, tiny_tokenizer(), "test")["labels"]
-    for tags, row in zip(test["label"], labelled, strict=True):
+    labeled = kind.encode(test, tiny_tokenizer(), "test")["labels"]
+    for tags, row in zip(test["label"], labeled, strict=True):
         assert tags[0] == IGNORED
         assert [label for label in row if label != IGNORED] == list(tags[1:])
     guess = kind.trivial(splits["train"], test, tiny_tokenizer())["guess"]

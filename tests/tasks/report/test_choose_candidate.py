@@ -40,7 +40,7 @@ def refusals(wanted: Limits = WANTED, metric: MetricName = "accuracy", **changes
 class TestGates:
     def test_a_candidate_within_all_limits_passes_each(self) -> None:
         results = gates(CANDIDATE, "accuracy", WANTED)
-        assert [gate.name for gate in results] == ["drop from the original", "keep", "speed-up"]
+        assert [gate.name for gate in results] == ["drop from the original", "keep", "speedup"]
         assert all(gate.passed for gate in results)
 
     def test_a_limit_itself_passes_however_it_was_rounded(self) -> None:
@@ -54,7 +54,7 @@ class TestGates:
 
     @pytest.mark.parametrize(
         ("changes", "refusal"),
-        [({"keep": 0.62}, ("keep", "0.62", "0.5", "0.12")), ({"speedup": 1.1}, ("speed-up", "1.1", "1.2", "0.1"))],
+        [({"keep": 0.62}, ("keep", "0.62", "0.5", "0.12")), ({"speedup": 1.1}, ("speedup", "1.1", "1.2", "0.1"))],
     )
     def test_what_is_no_metric_knows_no_chance(self, changes: dict[str, float], refusal: tuple[str, ...]) -> None:
         assert refusals(wanting(standard_errors=5.0), **changes) == [refusal]
@@ -90,8 +90,8 @@ class TestGates:
 
     def test_a_gate_as_a_row_of_a_table(self) -> None:
         assert Gate("keep", 0.4853, 0.5, True, "", "too large").row == ("keep", "0.4853", "at most 0.5", "passed")
-        slow = Gate("speed-up", 1.1, 1.2, False, "", "too slow")
-        assert slow.row == ("speed-up", "1.1", "at least 1.2", "too slow by 0.1")
+        slow = Gate("speedup", 1.1, 1.2, False, "", "too slow")
+        assert slow.row == ("speedup", "1.1", "at least 1.2", "too slow by 0.1")
         drop = Gate("drop", 0.02, 0.01, True, "", "too much", 0.012, 0.012)
         assert drop.row[:3] == ("drop", "0.02 ± 0.012", "at most 0.01")
         assert drop.row[3].startswith("passed")
@@ -142,7 +142,7 @@ class TestChoice:
         assert choose(models, metric, wanting(largest_drop=1.0)).chosen == wanted
 
     def test_the_nearest_is_beyond_the_fewest_limits_and_then_the_least_far(self) -> None:
-        """Two limits are more than one; a keep of 0.6 for 0.5 is nearer than a speed-up of 0.6 for 1.2."""
+        """Two limits are more than one; a keep of 0.6 for 0.5 is nearer than a speedup of 0.6 for 1.2."""
         models = {
             "two": dataclasses.replace(CANDIDATE, keep=0.51, speedup=1.19),
             "slow": dataclasses.replace(CANDIDATE, speedup=0.6),
@@ -151,7 +151,7 @@ class TestChoice:
         choice = choose(models, "accuracy", WANTED)
         assert (choice.chosen, choice.nearest) == (None, "large")
         assert {name: [gate.name for gate in closed] for name, closed in choice.closed.items()} == {
-            "two": ["keep", "speed-up"],
-            "slow": ["speed-up"],
+            "two": ["keep", "speedup"],
+            "slow": ["speedup"],
             "large": ["keep"],
         }

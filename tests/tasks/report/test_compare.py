@@ -26,8 +26,9 @@ from ruamel.yaml import YAML
 from eckart.model.targets import Target
 from tasks import compare
 from tasks.artifacts.metrics import MetricName
+from tasks.artifacts.paths import COMPARISON_PAGE, COMPARISON_PICTURE, COMPARISON_TABLE, COMPARISON_TEXT
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping
+from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping, target_names
 from tasks.report.card import card
 from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
@@ -121,7 +122,7 @@ def write_dense(dense: float, control: float, **changes: Any) -> None:
         "score": score(dense),
         **scores,
         "size": size(1000),
-        "licence": {},
+        "license": {},
         "trivial": trivial,
         "control": {"score": score(control), **scores},
     }
@@ -296,7 +297,7 @@ def titles(plot: str) -> list[str]:
 
 def text_lines() -> dict[str, str]:
     """Return the lines of the table for a terminal, by their first word."""
-    return {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    return {line.split()[0]: line for line in plain(COMPARISON_TEXT.read_text()).splitlines() if line.split()}
 
 
 def numbers_of_files() -> list[str]:
@@ -333,10 +334,10 @@ def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
     assert "0.650 ≈" in lines["svd-0.5"]
     assert " -0.140 " in lines["kfac-0.5"]  # 0.66 - 0.8
     assert "1.50 ×" in lines["kfac-0.5"]
-    assert re.search(r"^ *trivial baseline .* 0\.500 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *trivial baseline .* 0\.500 ", COMPARISON_TEXT.read_text(), re.MULTILINE)
     assert '<th scope="row">trivial baseline</th>' in page()
     assert len(columns_of(page())) == 1
-    for text in (compare.TEXT.read_text(), page()):
+    for text in (COMPARISON_TEXT.read_text(), page()):
         assert not re.search("before factorization|shaped", text)
 
 
@@ -377,7 +378,7 @@ def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> N
     assert len(ids) == len(set(ids))
     assert not re.search("Zero-shot|Generated text|onnxruntime|int8", page())
     assert "What it writes" not in (compare.CARDS / "svd-0.5.md").read_text()
-    assert "onnxruntime" not in compare.TEXT.read_text()
+    assert "onnxruntime" not in COMPARISON_TEXT.read_text()
     assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
 
 
@@ -398,7 +399,7 @@ def compare_in(root: str) -> None:
 def test_two_runs_give_the_same_bytes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained_study()
     monkeypatch.setattr("tasks.scoring.bootstrap.RESAMPLES", RESAMPLES)  # as in the other process
-    files = [compare.TABLE, compare.PAGE, compare.PICTURE]
+    files = [COMPARISON_TABLE, COMPARISON_PAGE, COMPARISON_PICTURE]
     compare.compare()
     first = [file.read_bytes() for file in files]
     # A process of its own: hashes of strings and ids of objects differ there.
@@ -434,7 +435,7 @@ def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path) -
         with pytest.raises(StageError, match=remedy):
             compare.compare()
         path.write_bytes(content)
-    assert not compare.PAGE.exists()
+    assert not COMPARISON_PAGE.exists()
 
 
 def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
@@ -601,12 +602,12 @@ def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace:
     assert found.choice.chosen == "kfac-0.3"
     compare.compare()
     assert json.loads(compare.CHOICE.read_text())["candidate"] == "kfac-0.3"
-    lines = csv.DictReader(compare.TABLE.read_text().splitlines())
+    lines = csv.DictReader(COMPARISON_TABLE.read_text().splitlines())
     line = next(line for line in lines if (line["recipe"], line["keep"]) == ("kfac", "0.3"))
     metrics = json.loads(compare.METRICS.read_text())
     assert metrics.pop("candidate") == "kfac-0.3"
     assert {name: str(value) for name, value in metrics.items()} == {name: line[name] for name in metrics}
-    for text in (compare.TEXT.read_text(), re.sub("</?code>", "`", page())):
+    for text in (COMPARISON_TEXT.read_text(), re.sub("</?code>", "`", page())):
         for sentence in conclusion.conclusion(found):
             assert plain(str(escape(sentence)) if text.startswith("<") else sentence) in plain(text)
 
@@ -648,7 +649,7 @@ def test_an_original_model_near_the_baseline_gives_a_warning(
     compare.compare()
     warned = conclusion.dense_warning(results.load_results())
     assert warned is not None
-    for text in (compare.TEXT.read_text(), page(), capsys.readouterr().out):
+    for text in (COMPARISON_TEXT.read_text(), page(), capsys.readouterr().out):
         assert warned in plain(text)
     assert {"teacher.epochs", "data.sizes.train", "teacher.learning_rate"} <= set(re.findall(r"[\w.]+\w", warned))
 
@@ -664,7 +665,7 @@ def test_a_candidate_that_gives_one_answer_is_named(workspace: Path) -> None:
     assert found.choice.chosen == "kfac-0.5"
     compare.compare()
     sentence = "The answer to every test example is yes: kfac-0.5."
-    assert sentence in compare.TEXT.read_text()
+    assert sentence in COMPARISON_TEXT.read_text()
     assert sentence in page()
     assert "kfac-0.5 answers yes to every test example." in conclusion.conclusion(found)
     assert "It answers yes" in Path("reports/cards/kfac-0.5.md").read_text()
@@ -696,7 +697,7 @@ def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     assert (found.gain(kfac.after, svd.after), found.gain(svd.after, results.DENSE)) == (1, -1)
     assert found.difference(svd.after, results.CONTROL).low > 0
     compare.compare()
-    text = plain(compare.TEXT.read_text())
+    text = plain(COMPARISON_TEXT.read_text())
     assert "perplexity (lower is better)" in text
     lines = text_lines()
     assert "25.00 *" in lines["kfac-0.5"]
@@ -745,17 +746,17 @@ def ticks_of(plot: str) -> dict[float, float]:
 
 
 def test_targets_have_short_names_and_layers() -> None:
-    assert heatmap.short({*KINDS}) == {
+    assert target_names.short({*KINDS}) == {
         "attention.self.query": "query",
         "attention.output.dense": "attention.output",
         "intermediate.dense": "intermediate",
         "output.dense": "output",
     }
-    assert heatmap.place("h.10.mlp.experts.3.w1") == ("h", "10", "mlp.experts.3.w1")
-    assert heatmap.place("0.query") == ("", "0", "query")
-    assert heatmap.place("pooler.dense") == ("", "", "pooler.dense")
+    assert target_names.place("h.10.mlp.experts.3.w1") == ("h", "10", "mlp.experts.3.w1")
+    assert target_names.place("0.query") == ("", "0", "query")
+    assert target_names.place("pooler.dense") == ("", "", "pooler.dense")
     both = [Target(**target(f"{stack}.layers.0.q")) for stack in ("encoder", "decoder")]
-    assert [label for label, _ in heatmap.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
+    assert [label for label, _ in target_names.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
 
 
 @pytest.mark.parametrize(
@@ -944,7 +945,7 @@ def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
     (found,) = written.data.eval_results
     assert (found.metric_type, found.metric_value) == ("accuracy", 0.66)
     assert written.data.pipeline_tag == "text-classification"
-    assert written.data.base_model is None  # a folder is no model of the hub
+    assert written.data.base_model is None  # a folder is not a model of the hub
     params = YAML(typ="safe").load(Path("params.yaml").read_text())
     stated = YAML(typ="safe").load(written.text.partition("```yaml\n")[2].partition("```")[0])
     assert stated == {"kfac": params["recipes"]["kfac"]}
@@ -963,15 +964,15 @@ def test_page_and_card_say_how_summaries_are_written() -> None:
         assert "model.generate(**inputs, do_sample=False, num_beams=8, max_new_tokens=142)" in text
 
 
-def test_a_card_states_the_licence_of_the_base_model() -> None:
+def test_a_card_states_the_license_of_the_base_model() -> None:
     """In the hub's words; where the base model states none, neither does the card. It says what became of the head."""
     make_study(["svd"], [0.5], ["map"])
-    for licence in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
-        origin = {"origin": "a local folder"} if licence else {}
-        write_dense(0.8, 0.8, licence=licence | origin, head="A new head took its place.")
+    for license in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
+        origin = {"origin": "a local folder"} if license else {}
+        write_dense(0.8, 0.8, license=license | origin, head="A new head took its place.")
         found = results.load_results()
         text = card(found, found.candidates[0])
         assert "A new head took its place." in text
         assert ("a local folder" in text) is bool(origin)
         metadata = ModelCard(text).data.to_dict()
-        assert {key: value for key, value in metadata.items() if key.startswith("license")} == licence
+        assert {key: value for key, value in metadata.items() if key.startswith("license")} == license

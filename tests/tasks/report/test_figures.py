@@ -24,11 +24,12 @@ from tasks.artifacts.names import candidate_of
 from tasks.artifacts.stage_inputs import file_of
 from tasks.report.figures import of_weights
 from tasks.report.figures.drawing import Format, draw
-from tasks.report.figures.of_results import kind_in_layer, plots_of
+from tasks.report.figures.of_results import plots_of
 from tasks.report.figures.of_weights import Weights, middle, spectra
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Pattern, Plot, labels_of, mean_over_seeds
 from tasks.report.page import page
 from tasks.report.results import DENSE, Results, load_results
+from tasks.report.target_names import kind_in_layer
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 
 STUDY = ["svd", "ars", "lpaf", "losparse", "itp", "weighted", "movement"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tasks.report.non_inferiority import Statistics, against_both, examples_wanted, non_inferior, statistics
+from tasks.report.non_inferiority import Difference, against_both, difference, examples_wanted, non_inferior
 from tasks.report.results import CONTROL, DENSE, load_results
 from tests.tasks.report.test_compare import edit, make_candidate, make_perplexities, make_study, write_dense
 
@@ -19,25 +19,25 @@ MARGIN = st.floats(0.001, 0.1)
 
 def test_603_examples_that_see_no_loss_show_no_absence_of_one() -> None:
     """0.862 for 0.877, -0.035 to +0.005: 0 is within, and so is a loss of three points."""
-    found = Statistics(gain=0.862 - 0.877, low=-0.035, margin=0.02, examples=603, is_mean=True)
+    found = Difference(gain=0.862 - 0.877, low=-0.035, margin=0.02, examples=603, is_mean=True)
     assert not found.holds
     # A half-width of 0.020 is to become 0.005: four times narrower, sixteen times the examples.
     assert found.wanted == pytest.approx(603 * 16, abs=1)
-    assert Statistics(0.862 - 0.877, -0.035, 0.01, 603, True).wanted is None  # the loss itself is beyond the margin
+    assert Difference(0.862 - 0.877, -0.035, 0.01, 603, True).wanted is None  # the loss itself is beyond the margin
 
 
 @given(gain=st.floats(-0.1, 0.1), width=st.floats(1e-4, 0.2), margin=MARGIN, examples=st.integers(30, 10_000))
 def test_with_the_examples_that_are_wanted_it_holds_and_with_one_less_it_does_not(
     gain: float, width: float, margin: float, examples: int
 ) -> None:
-    found = Statistics(gain, gain - width, margin, examples, is_mean=False)
+    found = Difference(gain, gain - width, margin, examples, is_mean=False)
     if found.wanted is None:
         assert gain <= -margin + 1e-9
         return
     assume(gain + margin > 1e-4)
 
-    def with_examples(count: int) -> Statistics:
-        return Statistics(gain, gain - width * math.sqrt(examples / count), margin, count, is_mean=False)
+    def with_examples(count: int) -> Difference:
+        return Difference(gain, gain - width * math.sqrt(examples / count), margin, count, is_mean=False)
 
     assert with_examples(found.wanted).holds
     assert found.wanted <= examples or not with_examples(int(0.999 * found.wanted) - 1).holds
@@ -47,32 +47,32 @@ def test_with_the_examples_that_are_wanted_it_holds_and_with_one_less_it_does_no
 def test_what_holds_for_a_margin_holds_for_a_wider_one(
     margin: float, more: float, gain: float, width: float, is_mean: bool
 ) -> None:
-    if Statistics(gain, gain - width, margin, 100, is_mean).holds:
-        assert Statistics(gain, gain - width, margin + more, 100, is_mean).holds
+    if Difference(gain, gain - width, margin, 100, is_mean).holds:
+        assert Difference(gain, gain - width, margin + more, 100, is_mean).holds
 
 
 def test_few_examples_without_any_difference_show_little() -> None:
     """None of 12 examples may differ by chance where a quarter of all do, and none of 368 where 1 % do."""
-    assert not Statistics(0.0, 0.0, 0.25, 12, is_mean=True).holds
-    assert Statistics(0.0, 0.0, 0.27, 12, is_mean=True).holds
+    assert not Difference(0.0, 0.0, 0.25, 12, is_mean=True).holds
+    assert Difference(0.0, 0.0, 0.27, 12, is_mean=True).holds
     assert 0.99**368 < 0.025 < 0.99**367
-    assert Statistics(0.0, 0.0, 0.01, 12, is_mean=True).wanted == 368
-    assert Statistics(0.0, 0.0, 0.01, 368, is_mean=True).holds
-    assert not Statistics(0.0, 0.0, 0.01, 366, is_mean=True).holds
+    assert Difference(0.0, 0.0, 0.01, 12, is_mean=True).wanted == 368
+    assert Difference(0.0, 0.0, 0.01, 368, is_mean=True).holds
+    assert not Difference(0.0, 0.0, 0.01, 366, is_mean=True).holds
 
 
 def test_few_blocks_of_a_perplexity_show_nothing() -> None:
     """Every resample of one block is the same, and the intervals of few are too narrow."""
     for examples in (1, 5, 29):
-        found = Statistics(0.0, 0.0, 0.01, examples, is_mean=False)
+        found = Difference(0.0, 0.0, 0.01, examples, is_mean=False)
         assert not found.holds
         assert found.wanted == 30
-    assert Statistics(0.0, 0.0, 0.01, 30, is_mean=False).holds
+    assert Difference(0.0, 0.0, 0.01, 30, is_mean=False).holds
 
 
 def test_numbers_of_examples_are_said_to_two_digits_and_not_below() -> None:
     def of(examples: int) -> str:  # which is what a half-width that is to halve wants of a quarter of them
-        return examples_wanted([Statistics(0.0, -0.02, 0.01, examples // 4, False)])
+        return examples_wanted([Difference(0.0, -0.02, 0.01, examples // 4, False)])
 
     assert "2,900" in of(2804)
     assert " 96 " in of(96)
@@ -109,9 +109,9 @@ def test_the_margin_is_held_against_the_worse_end_for_dense_and_control(workspac
 def test_of_a_perplexity_the_worse_end_is_the_higher(workspace: Path) -> None:
     make_perplexities(20.0, better=(90.0, 19.0), worse=(90.0, 21.0))
     found = load_results()
-    better, worse = (statistics(found, one.after, DENSE, 1.5) for one in found.candidates)
+    better, worse = (difference(found, one.after, DENSE, 1.5) for one in found.candidates)
     assert (better.gain, worse.gain) == pytest.approx((1.0, -1.0))
     assert worse.low == pytest.approx(-found.difference(("worse-0.5", "recovered"), DENSE).high)
     assert better.low <= better.gain
     for beyond, holds in ((1e-6, True), (-1e-6, False)):
-        assert statistics(found, found.candidates[1].after, DENSE, -worse.low + beyond).interval_holds is holds
+        assert difference(found, found.candidates[1].after, DENSE, -worse.low + beyond).interval_holds is holds

@@ -18,6 +18,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
 from tasks import compare
+from tasks.artifacts.paths import COMPARISON_PAGE, COMPARISON_TABLE
 from tests.tasks.report.test_compare import (
     HOSTILE,
     curve,
@@ -90,7 +91,7 @@ def browser() -> Iterator[Chrome]:
 def page(browser: Chrome, study: Path) -> Iterator[Chrome]:
     """Freshly opened. Whatever a test does: nothing is complained of, and nothing but the file is asked for."""
     asked_for(browser), browser.get_log("browser")
-    address = (study / compare.PAGE).as_uri()
+    address = (study / COMPARISON_PAGE).as_uri()
     browser.get(address)
     yield browser
     assert browser.get_log("browser") == []
@@ -121,7 +122,7 @@ def sort_by(page: Chrome, name: str) -> str | None:
 @pytest.mark.parametrize(("head", "column"), COLUMNS.items())
 def test_a_head_sorts_by_numbers(page: Chrome, study: Path, head: str, column: str) -> None:
     """Upwards, downwards, then as it was; references stay on top, and a dash at the end."""
-    lines = list(csv.DictReader((study / compare.TABLE).read_text().splitlines()))[1:]
+    lines = list(csv.DictReader((study / COMPARISON_TABLE).read_text().splitlines()))[1:]
     numbers = {f"{line['recipe']}-{line['keep']}": float(line[column] or "nan") for line in lines}
     sort_by(page, "vs. original")  # which the next head replaces
     for order, sign in {"ascending": 1, "descending": -1}.items():
@@ -149,7 +150,7 @@ def test_without_its_script_the_page_shows_all_that_it_says(browser: Chrome, stu
     """Names and marks lead to a candidate's commands and card."""
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        browser.get((study / compare.PAGE).as_uri())
+        browser.get((study / COMPARISON_PAGE).as_uri())
         assert rows(browser) == [*REFERENCES, *NAMES]
         assert len(rows(browser, table=1)) == 12
         assert all(plot.is_displayed() for plot in browser.find_elements(By.CSS_SELECTOR, "figure > svg:not(.narrow)"))
@@ -168,7 +169,7 @@ def test_without_its_script_the_page_shows_all_that_it_says(browser: Chrome, stu
 
 def test_no_script_runs_but_the_page_s_own(browser: Chrome, study: Path, tmp_path: Path) -> None:
     """As if a name had not been escaped."""
-    text = (study / compare.PAGE).read_text()
+    text = (study / COMPARISON_PAGE).read_text()
     foreign = tmp_path / "foreign.html"
     foreign.write_text(text.replace("<main>", "<main><script>document.title = 'foreign'</script>", 1))
     browser.get(foreign.as_uri())

@@ -49,7 +49,7 @@ def test_a_search_can_run_its_own_rank_search_and_no_other() -> None:
 def test_a_method_within_a_method_is_one_that_is_used() -> None:
     recovery = {"kind": "in_turn", "first": {"kind": "mixed_rank"}, "then": [{"kind": "finetune"}]}
     reached = modules("control", control_recovery=recovery)
-    assert {"eckart.recovery.two_phase", "eckart.recovery.mixed_rank", "eckart.recovery.finetune"} <= reached
+    assert {"eckart.recovery.in_turn", "eckart.recovery.mixed_rank", "eckart.recovery.finetune"} <= reached
     assert "eckart.recovery.mixed_rank" not in modules("control")
 
 

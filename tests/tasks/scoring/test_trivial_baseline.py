@@ -25,7 +25,7 @@ def baseline(task: Task, train: pd.DataFrame, test: pd.DataFrame, tokenizer: obj
     return metric_of_all(task, rows)
 
 
-def labelled(*labels: object) -> pd.DataFrame:
+def labeled(*labels: object) -> pd.DataFrame:
     return pd.DataFrame({"text": "the plot is dull", "label": list(labels)})
 
 
@@ -33,14 +33,14 @@ def labelled(*labels: object) -> pd.DataFrame:
 def test_the_majority_class_is_that_of_the_training_rows(metric: MetricName, wanted: float) -> None:
     """Three of four test rows are of class 1; the F1 of class 1 is 2 · 3 ÷ (4 + 3)."""
     task = a_task("classification", ("no", "yes"), metric)
-    assert baseline(task, labelled(1, 0, 1), labelled(1, 1, 1, 0)) == pytest.approx(wanted)
-    assert baseline(task, labelled(0, 0, 1), labelled(1, 1, 1, 0)) == pytest.approx(0.25 if metric == "accuracy" else 0)
+    assert baseline(task, labeled(1, 0, 1), labeled(1, 1, 1, 0)) == pytest.approx(wanted)
+    assert baseline(task, labeled(0, 0, 1), labeled(1, 1, 1, 0)) == pytest.approx(0.25 if metric == "accuracy" else 0)
 
 
 @pytest.mark.parametrize("metric", task_class("regression").metrics)
 def test_a_mean_correlates_with_nothing(metric: MetricName) -> None:
     task = a_task("regression", (), metric)
-    rows = kind_of(task).trivial(labelled(1.0, 2.0, 6.0), labelled(0.0, 4.0), tiny_tokenizer())
+    rows = kind_of(task).trivial(labeled(1.0, 2.0, 6.0), labeled(0.0, 4.0), tiny_tokenizer())
     assert rows["value"].tolist() == [3.0, 3.0]
     assert metric_of_all(task, rows) == 0
 

@@ -116,7 +116,7 @@ def test_a_model_whose_folders_have_other_tensors_resumes_to_the_same_bytes(caps
 
 
 def taught_by(teacher: PreTrainedModel, kill: int | None = None) -> bytes:
-    rule = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
+    rule = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classes=True)
     model = bert()
     train(model, collate(), rows(), CURVE, rules=[rule, Kill(kill)], **OPTIONS)
     return save(dict(model.state_dict()))
@@ -156,7 +156,7 @@ def pruned_and_taught(kill: int | None) -> bytes:
     budget = (
         sum(layer.left.weight.numel() + layer.right.weight.numel() for layer in low_rank_layers(model).values()) + 2000
     )
-    taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
+    taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classes=True)
     rules = [RowPruning(model, settings, budget, OPTIONS["steps"]), taught, Kill(kill)]
     train(model, collate(), rows(), CURVE, rules=rules, **OPTIONS)
     return save(dict(model.state_dict()))

@@ -63,7 +63,7 @@ def factorized(model: PreTrainedModel, targets: tuple[Target, ...], residual: bo
 
 def distilled(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:
     factorized(model, targets)
-    return DistillationRule(tiny.causal_llama().double(), Distillation(), classification=True)
+    return DistillationRule(tiny.causal_llama().double(), Distillation(), classes=True)
 
 
 def mixed(model: PreTrainedModel, targets: tuple[Target, ...]) -> Rule:

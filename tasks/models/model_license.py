@@ -1,4 +1,4 @@
-"""The licence of the base model, and where it comes from. Models made from the base model have the same licence."""
+"""The license of the base model, and where it comes from. Models made from the base model have the same license."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from yaml import YAMLError
 from tasks.data import pypi_archives
 from tasks.data.hub_ids import hub_id
 
-Licence = dict[str, str]
-"""Entries of a model card: `license`; also `license_name` and `license_link` if the hub has no name for the licence.
+License = dict[str, str]
+"""Entries of a model card: `license`; also `license_name` and `license_link` if the hub has no name for the license.
 
 `origin` says where a model comes from that is not on the hub, as far as its files tell.
 """
@@ -32,8 +32,8 @@ _IN_GGUF = {
 }
 
 
-def stated(source: str | Path, revision: str | None = None) -> Licence:
-    """Read the licence from the card of a model, and the origin; return an empty dict if the card states none.
+def stated(source: str | Path, revision: str | None = None) -> License:
+    """Read the license from the card of a model, and the origin; return an empty dict if the card states none.
 
     Args:
         source: a folder, or the id of a model on the hub.
@@ -41,8 +41,8 @@ def stated(source: str | Path, revision: str | None = None) -> Licence:
     return _texts(_card(source, revision), {key: key for key in (*_KEYS, "origin")})
 
 
-def of_base(base: str, source: str, revision: str | None, gguf_file: str | None = None) -> Licence:
-    """Return the licence of a base model, from its card or else from the header of a GGUF file, and its origin.
+def of_base(base: str, source: str, revision: str | None, gguf_file: str | None = None) -> License:
+    """Return the license of a base model, from its card or else from the header of a GGUF file, and its origin.
 
     Args:
         base: `model.base` of params.yaml.
@@ -60,10 +60,10 @@ def of_base(base: str, source: str, revision: str | None, gguf_file: str | None 
     return {**terms, "origin": "; ".join([place, *facts] if facts else [f"{place}, which names no other model"])}
 
 
-def write(folder: Path, licence: Licence) -> None:
-    """Write the licence and the origin, if they are known, into the model card in `folder`."""
-    if licence:
-        metadata_save(folder / _CARD, licence)
+def write(folder: Path, license: License) -> None:
+    """Write the license and the origin, if they are known, into the model card in `folder`."""
+    if license:
+        metadata_save(folder / _CARD, license)
 
 
 def _card(source: str | Path, revision: str | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _card(source: str | Path, revision: str | None) -> dict[str, Any]:
     return card or {}
 
 
-def _texts(entries: Mapping[str, Any], keys: Mapping[str, str]) -> Licence:
+def _texts(entries: Mapping[str, Any], keys: Mapping[str, str]) -> License:
     return {ours: entries[theirs] for ours, theirs in keys.items() if isinstance(entries.get(theirs), str)}
 
 
@@ -93,7 +93,7 @@ def _package(path: Path) -> str:
 
 
 def _facts(folder: Path, card: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the files of a model say about other models and about its licence."""
+    """Yield what the files of a model say about other models and about its license."""
     if header.get("general.name"):
         maker = f" of {_plain(header['general.organization'])}" if header.get("general.organization") else ""
         yield f"its header names {_plain(header['general.name'])}{maker}"

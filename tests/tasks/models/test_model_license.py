@@ -1,4 +1,4 @@
-"""The licence of the base model, and its head: carried from the base model to the report of the dense model."""
+"""The license of the base model, and its head: carried from the base model to the report of the dense model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
-from tasks.models.licence import of_base, stated, write
+from tasks.models.model_license import of_base, stated, write
 from tests.workspace import BASE, bert, run_stage, tiny_workspace
 
 OWN = {"license": "other", "license_name": "own", "license_link": "https://example.org/terms"}
@@ -33,17 +33,17 @@ def card(text: str, folder: Path) -> Path:
         ("", {}),
     ],
 )
-def test_the_licence_is_read_from_a_card(text: str, expected: dict[str, str], tmp_path: Path) -> None:
+def test_the_license_is_read_from_a_card(text: str, expected: dict[str, str], tmp_path: Path) -> None:
     assert stated(card(text, tmp_path)) == expected
 
 
-def test_a_folder_without_a_card_has_no_licence(tmp_path: Path) -> None:
+def test_a_folder_without_a_card_has_no_license(tmp_path: Path) -> None:
     assert stated(tmp_path) == {}
     write(tmp_path, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_written_licence_is_read(tmp_path: Path) -> None:
+def test_a_written_license_is_read(tmp_path: Path) -> None:
     write(tmp_path, OWN)
     assert stated(tmp_path) == OWN
 
@@ -52,7 +52,7 @@ LOCAL = "models/base/mine"
 
 
 @pytest.mark.parametrize(
-    ("text", "config", "licence", "named"),
+    ("text", "config", "license", "named"),
     [
         ("", {}, {}, ["names no other model"]),
         ("---\nlicense: mit\n---\n", {}, {"license": "mit"}, ["names no other model"]),
@@ -60,11 +60,11 @@ LOCAL = "models/base/mine"
     ],
 )
 def test_a_folder_says_what_it_was_made_from(
-    text: str, config: dict[str, str], licence: dict[str, str], named: list[str], tmp_path: Path
+    text: str, config: dict[str, str], license: dict[str, str], named: list[str], tmp_path: Path
 ) -> None:
     (card(text, tmp_path) / "config.json").write_text(json.dumps(config))
     found = of_base(LOCAL, str(tmp_path), None)
-    assert {**found, "origin": ""} == {**licence, "origin": ""}
+    assert {**found, "origin": ""} == {**license, "origin": ""}
     assert found["origin"].startswith("a local folder")
     assert all(name in found["origin"] for name in named)
 
@@ -80,8 +80,8 @@ def test_a_model_of_the_hub_needs_no_origin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", ["maker-1.0.dist-info/METADATA", "PKG-INFO"])
-def test_a_package_tells_its_name_and_its_own_licence(metadata: str, tmp_path: Path) -> None:
-    """The licence of the model is what the model's card states, which may be another one."""
+def test_a_package_tells_its_name_and_its_own_license(metadata: str, tmp_path: Path) -> None:
+    """The license of the model is what the model's card states, which may be another one."""
     folder = card("---\nlicense: apache-2.0\n---\n", tmp_path / "maker" / "model")
     (tmp_path / metadata).parent.mkdir(exist_ok=True)
     (tmp_path / metadata).write_text(
@@ -93,7 +93,7 @@ def test_a_package_tells_its_name_and_its_own_licence(metadata: str, tmp_path: P
         assert fact in found["origin"]
 
 
-def test_the_header_of_a_gguf_file_states_the_licence(tmp_path: Path) -> None:
+def test_the_header_of_a_gguf_file_states_the_license(tmp_path: Path) -> None:
     """Unless a card beside the file states it."""
     writer = GGUFWriter(tmp_path / "small.gguf", "llama")
     writer.add_name("Small 1B")
@@ -110,14 +110,14 @@ def test_the_header_of_a_gguf_file_states_the_licence(tmp_path: Path) -> None:
     assert of_base(f"{LOCAL}/small.gguf", str(tmp_path), None, "small.gguf")["license"] == "mit"
 
 
-def test_licence_and_head_are_carried_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_license_and_head_are_carried_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"recovery": {"steps": 0}}}))
     card("---\nlicense: mit\n---\nThe base model.\n", Path(BASE))
     bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained(BASE)
     for stage in ("extract", "teacher", "control", "dense"):
         run_stage(stage)
     report = json.loads(Path("reports/dense.json").read_text())
-    assert report["licence"] == {"license": "mit", "origin": "a local folder, which names no other model"}
+    assert report["license"] == {"license": "mit", "origin": "a local folder, which names no other model"}
     assert "joy" in report["head"]  # which another took the place of
     assert "The base model" not in Path("models/teacher/README.md").read_text()
 
