@@ -1,8 +1,8 @@
 """Predict the memory that statistics and factorization need, and measure memory and time on small LLaMAs.
 
-    python benchmarks/memory.py              # the tables of docs/explanation/memory-and-time.md; some minutes
-    python benchmarks/memory.py --predict    # only the predictions for LLaMA-7B, 8B and 70B, and the plan of these
-    python benchmarks/memory.py --wide       # the layers of a LLaMA of 1.1 billion parameters; minutes on idle cores
+    python -m benchmarks.memory              # the tables of docs/explanation/memory-and-time.md; some minutes
+    python -m benchmarks.memory --predict    # only the predictions for LLaMA-7B, 8B and 70B, and the plan of these
+    python -m benchmarks.memory --wide       # the layers of a LLaMA of 1.1 billion parameters; minutes on idle cores
 
 Each point (a row of a table) is measured in a process of its own. Its peak is the largest resident memory (ru_maxrss of
 getrusage), minus the memory of Python and its libraries before the model is created. Weights are random, in the data

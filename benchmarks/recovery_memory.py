@@ -1,9 +1,9 @@
 """Measure the memory and the time of recovery steps of a LLaMA with 1.1 B random weights, best on a GPU.
 
-    PYTHONPATH=. python benchmarks/recovery_memory.py            # a Markdown table, row by row
-    PYTHONPATH=. python benchmarks/recovery_memory.py --predict  # what weights, gradients and states take; nothing runs
-    PYTHONPATH=. python benchmarks/recovery_memory.py --tokens 128 --most 7              # what a CPU with 10 GiB can do
-    PYTHONPATH=. python benchmarks/recovery_memory.py --small    # a tiny model, to check the code
+    python -m benchmarks.recovery_memory            # a Markdown table, row by row
+    python -m benchmarks.recovery_memory --predict  # what weights, gradients and states take; nothing runs
+    python -m benchmarks.recovery_memory --tokens 128 --most 7              # what a CPU with 10 GiB can do
+    python -m benchmarks.recovery_memory --small    # a tiny model, to check the code
 
 The model is TinyLlama's: hidden 2048, MLP 5632, 22 layers, 32 heads, 4 key-value heads, vocabulary 32,000. All linear
 layers but the head are factors that keep half of the parameters. A step has one block of 2,048 tokens, with recomputed

@@ -103,7 +103,7 @@ def _latencies(
     """Time a chunk of candidates and the original model at each input shape.
 
     Returns:
-        candidate → its latencies and those of the original model.
+        Candidate → its latencies and those of the original model.
     """
     forwards = _forwards(dense, names, exported)
     latencies: dict[str, Latencies] = {name: {"dense": {}, "candidate": {}} for name in names}

@@ -486,9 +486,6 @@ def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
     return [Pass(tuple(group), then) for group, then in zip(groups, [*following, None], strict=True)]
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def gather(
     model: PreTrainedModel,
     batches: Callable[[], Iterable[Batch]],
@@ -516,6 +513,9 @@ def gather(
             raise ValueError(NO_GRADIENT)
         yield statistics
         del statistics  # frees them before the next pass
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def save_statistics(statistics: Statistics, folder: Path, part: int | None = None) -> None:

@@ -24,7 +24,7 @@ def restore_plain_widths(model: PreTrainedModel) -> str | None:
     the width that they had before they were narrowed.
 
     Returns:
-        the name in the text model's config of the number that was changed; None if the MLPs got their former width.
+        The name in the text model's config of the number that was changed; None if the MLPs got their former width.
     """
     narrowed, former = narrowed_shapes(model), _skeleton(model, model.config)
     shapes = {name: shape_of(former.get_submodule(name)) for name in narrowed}

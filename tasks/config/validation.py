@@ -107,7 +107,7 @@ def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | No
         recovery: the section recovery of params.yaml: recovery settings for all recipes, which their own override.
 
     Returns:
-        name → recipe, or None if the recipe has mistakes.
+        Name → recipe, or None if the recipe has mistakes.
     """
     from eckart.recipe import Recipe, complete, recipes
     from eckart.recovery import Recovery

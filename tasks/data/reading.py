@@ -101,7 +101,7 @@ def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.Dat
     """Find a packaged data set, a file, a folder with one file for each split, or a data set on the hub.
 
     Returns:
-        name of the split in the source → function that loads its rows: a folder may have other files than data.
+        Name of the split in the source → function that loads its rows: a folder may have other files than data.
     """
     if params.source in PACKAGED:
         return {"train": PACKAGED[params.source]}

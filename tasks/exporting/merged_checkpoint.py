@@ -36,7 +36,7 @@ def to_plain(name: str, folder: Path) -> str:
         folder: path of the new folder.
 
     Returns:
-        a report for the user.
+        A report for the user.
 
     Raises:
         StageError: there is no such candidate, it is not factorized, transformers has no class for it, `folder` exists

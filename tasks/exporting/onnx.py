@@ -118,7 +118,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         int8: whether to store the weights as int8.
 
     Returns:
-        a report for the user.
+        A report for the user.
 
     Raises:
         StageError: there is no such model, or it cannot be exported. If `file` existed before, it is unchanged.
@@ -143,7 +143,7 @@ def to_onnx_folder(name: str, folder: Path) -> str:
         folder: path of the new folder.
 
     Returns:
-        a report for the user.
+        A report for the user.
 
     Raises:
         StageError: there is no such model, it cannot be exported, or `folder` exists or cannot be written.

@@ -90,7 +90,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
         loading: transformers' report on the loading, with the weights that it skipped because of their shape.
 
     Returns:
-        a sentence on what was done with the head, or "".
+        A sentence on what was done with the head, or "".
 
     Raises:
         StageError: the shape of a weight outside the head contradicts the config.
