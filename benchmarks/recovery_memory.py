@@ -206,7 +206,7 @@ def taught(
         return logits
 
     if top is None:
-        return DistillationRule(teacher, TAUGHT, classification=True, predictions=predictions)
+        return DistillationRule(teacher, TAUGHT, classes=True, predictions=predictions)
     with precision(case, device):
         parts = [teach(teacher, block, predictions, top, TAUGHT.temperature) for block in blocks]
     arrays = (torch.cat([torch.from_numpy(part) for part in each]).numpy() for each in zip(*parts, strict=True))

@@ -572,18 +572,20 @@ def _check_model(model: Any) -> None:
         raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
     if replaced := next((name or "the model" for name, part in model.named_modules() if _has_other_forward(part)), ""):
         raise ValueError(
-            f"the forward of {replaced} was replaced, such as by torch.compile or by a Trainer with bf16=True, and a "
-            "copy of the model may still run the original: give the model as from_pretrained loads it, or undo this, "
-            "such as by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+            f"the forward of {replaced} was replaced, such as by torch.compile or by a Trainer with bf16=True, so a "
+            "copy of the model may run the original, or round: give the model as from_pretrained loads it, or undo "
+            "that, such as by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
     if torch.is_inference_mode_enabled():
-        raise ValueError("torch.inference_mode() rules out gradients: call this outside of it")
+        raise ValueError("most recipes need gradients: call this outside of torch.inference_mode()")
     check_base(model)
 
 
 def _has_other_forward(module: nn.Module) -> bool:
     """Whether the module's forward is not its class's. The one that accelerate patches to move weights is fine."""
-    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    own = vars(module).get("forward")
+    replaced = own is not None and getattr(own, "__func__", own) is not type(module).forward
+    return replaced and not hasattr(module, "_hf_hook")
 
 
 def _advice_on(model: Any) -> str:

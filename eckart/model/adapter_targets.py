@@ -3,8 +3,7 @@
 peft replaces each module whose name matches by one with an adapter, if it is a linear layer. A factorized layer is two
 of them, so the names of its factors take the place of its own:
 
-- LoRA and its kin adapt both factors. An update of the whole layer could not be merged into
-  two factors.
+- LoRA and its kin adapt both factors. An update of the whole layer could not be merged into two factors.
 - (IA)³ scales outputs, or, in layers that it calls feed-forward, inputs. Outputs are those of the last factor, inputs
   those of the first, so outputs are scaled exactly as those of the dense layer would be. Two forms differ: in pivoted
   storage, only the outputs that are not pivots are scaled, and at rank 1 only the component.

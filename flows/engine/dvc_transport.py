@@ -24,6 +24,7 @@ from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
+from dvc_data.hashfile.db import HashFileDB
 from dvc_data.hashfile.hash_info import HashInfo
 
 from flows.engine import cached_objects, lock_file
@@ -160,29 +161,29 @@ def push() -> set[str]:
         # Before the push, since this call removes corrupt objects.
         used = list(repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
-        if absent := [str(out) for out in repo.index.outs if out.hash_info and _is_absent(repo, out)]:
-            raise TransportFailed(
-                f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
-                "names: `eckart run` makes it again, or get it from where it was made"
-            )
         lacking: set[str] = set()
         for objects in used:
             repo.cloud.push(objects)
             lacking |= _lacking(repo, objects)
+        if absent := [str(out) for out in repo.index.outs if _is_absent(repo, out)]:
+            raise TransportFailed(
+                f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
+                "names: push from where it was made, or make it again with `eckart run`"
+            )
         return lacking
 
 
 def _is_absent(repo: Repo, out: Output) -> bool:
-    """Whether the remote lacks a file of an output."""
-    try:
-        return any(_lacking(repo, objects) for objects in out.get_used_objs().values())
-    except CollectCacheError:  # not even the list of a folder's files is anywhere
-        return True
+    """Whether the remote of an output lacks a file of it, though it should have all."""
+    if not (out.use_cache and out.can_push and out.hash_info) or out.stage.is_repo_import:
+        return False
+    used = out.get_used_objs(push=True, force=True)  # force: without a question about what is missing
+    return not used or any(_lacking(repo, objects, odb) for odb, objects in used.items())
 
 
-def _lacking(repo: Repo, objects: set[HashInfo]) -> set[str]:
-    """Return the digests of those objects that the remote lacks."""
-    state = repo.cloud.status(objects)
+def _lacking(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None) -> set[str]:
+    """Return the digests of those objects that a remote, the default one unless `odb` is another, lacks."""
+    state = repo.cloud.status(objects, odb=odb)
     return {str(info.value) for info in (*state.missing, *state.new)}
 
 
@@ -280,9 +281,9 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
     """
     if not stage.changed():
         return True
-    if not all(cached_objects.has_all_of(repo, Path(out.fs_path)) for out in stage.outs):
-        return True
     try:
+        if any(_is_edited(repo, out) for out in stage.outs):
+            return True
         if stage.cmd and all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=_has_remote(repo)):
             return True
         if not all(out.hash_info for out in stage.outs):  # dvc.lock does not record the outputs
@@ -294,6 +295,14 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
     return True
 
 
+def _is_edited(repo: Repo, out: Output) -> bool:
+    """Whether neither the cache nor the remote has a file that is in the workspace."""
+    path = Path(out.fs_path)
+    if not cached_objects.has_all_of(repo, path) and out.hash_info:
+        _fetch(repo, [str(out.hash_info.value)])
+    return not cached_objects.has_all_of(repo, path)
+
+
 def _has_remote(repo: Repo) -> bool:
     return bool(repo.config["core"].get("remote"))
 
@@ -301,7 +310,8 @@ def _has_remote(repo: Repo) -> bool:
 def _pull(repo: Repo, out: Output) -> None:
     """Fetch an output and put it into the workspace, in place even of files of which the cache has no copy."""
     if not _fetch(repo, [str(out.hash_info.value)]):
-        raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
+        where = "the DVC remote does" if _has_remote(repo) else "no DVC remote is set, and the cache does"
+        raise TransportFailed(f"{where} not have {out}, or not whole")
     out.checkout(force=True)
 
 

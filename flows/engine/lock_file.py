@@ -78,8 +78,8 @@ def refuse_conflict() -> None:
     with suppress(FileNotFoundError):
         if re.search(rb"^<<<<<<< ", LOCK.read_bytes(), re.MULTILINE):
             raise EckartError(
-                f"{LOCK} has both sides of a merge: take one, `git checkout --ours {LOCK}` or `--theirs`; the results "
-                "of the other stay in the cache"
+                f"{LOCK} has both sides of a merge: take one, `git checkout --ours {LOCK}` or `--theirs`, or that of a "
+                f"commit, `git checkout COMMIT {LOCK}`; the results of the other stay in the cache"
             )
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -163,12 +164,13 @@ def _refuse_links(repo: Repo) -> None:
     behind a link out of the workspace it cannot record, and would say so only after a stage has run.
     """
     root = Path(repo.root_dir)
-    inputs = {Path(dep.fs_path) for dep in repo.index.deps}
-    if linked := sorted(path for folder in inputs for path in folder.rglob("*") if path.is_symlink() and path.is_dir()):
-        name = linked[0].relative_to(root)
+    read = {Path(dep.fs_path) for stage in repo.index.stages if stage.cmd for dep in stage.deps}
+    inside = chain.from_iterable(path.rglob("*") for path in read if path.is_relative_to(root))
+    if linked := sorted(path for path in inside if path.is_symlink() and path.is_dir()):
+        name, target = shlex.quote(str(linked[0].relative_to(root))), shlex.quote(str(linked[0].resolve()))
         raise WorkspaceUnusable(
-            f"{name} is a link to a folder, in which DVC would see no change: put the folder itself there, or make "
-            f"links to its files: `rm {name} && cp -rs {linked[0].resolve()} {name}`"
+            f"{name} is a link to a folder, in which DVC would see no change: put a copy there, `rm {name} && cp -rL "
+            f"{target} {name}`, and copy again when the original changes"
         )
     folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
     links = sorted(folder for folder in folders if folder.is_symlink())
@@ -206,15 +208,10 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save_deps()
                 if changed := [path for path, digest in noted_digests(stage).items() if before[path] != digest]:
                     raise StageChanged(f"{', '.join(changed)} changed while {planned.name} ran; run again")
-                stage.save()
+                stage.save(run_cache=False)
                 _discard_corrupt(stage)
-                stored = _store(stage)
-                lock_file.write(stage)
-                if not stored:
-                    raise WorkspaceUnusable(
-                        f"{planned.name} is done, but DVC's cache, {_cache(stage)}, did not take its files: make room "
-                        "there, or make it writable, and run again; the files in this workspace are kept"
-                    )
+                lock_file.write(stage)  # before the cache, whose disk may be full: the next run stores these outputs
+                _store(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = executed.seconds if isinstance(executed, Outcome) else executed
@@ -273,24 +270,36 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _stored_again(stage: PipelineStage) -> bool:
-    """Copy outputs that are as dvc.lock records them into the cache if it lacks them, and return whether it then has.
+    """Store outputs that are as dvc.lock records them, but not in the cache, and return whether there were such.
 
     A full disk, or a folder of the cache that cannot be written, may have prevented that when the stage ran.
     """
     changed = stage.changed_stage() or stage.changed_deps()
     if changed or any(not out.exists or out.changed_checksum() for out in stage.outs):
         return False
-    return _store(stage) and not _discard_corrupt(stage)
+    _store(stage)
+    return not _discard_corrupt(stage)
 
 
-def _store(stage: PipelineStage) -> bool:
-    """Copy the outputs of a stage into DVC's cache, and return whether it took all files: DVC only logs a failure."""
+def _store(stage: Stage) -> None:
+    """Copy the outputs of a stage into DVC's cache, and note them in the run cache.
+
+    Raises:
+        WorkspaceUnusable: the cache did not take all files. DVC may only log that, or fail later, at links to them.
+    """
+    cause = ""
     try:
         stage.commit()
-    except ConfirmRemoveError:  # DVC goes on after a failure, to replace the files here by links to the cache
-        return False
+        stage.repo.stage_cache.save(stage)
+    except (ConfirmRemoveError, OSError) as error:
+        cause = f" ({error})" if isinstance(error, OSError) else ""
+    cache = Path(stage.repo.cache.local_cache_dir)
     digests = [str(out.hash_info.value) for out in stage.outs if out.use_cache]
-    return not any(cached_objects.missing(_cache(stage), digest) for digest in digests)
+    if cause or any(cached_objects.missing(cache, digest) for digest in digests):
+        raise WorkspaceUnusable(
+            f"DVC's cache, {cache}, did not take {', '.join(str(out) for out in stage.outs)}{cause}: make room there, "
+            "or make it writable, and run again; the files in this workspace are kept"
+        )
 
 
 def _reuse(stage: PipelineStage, definition: str) -> bool:
@@ -469,7 +478,7 @@ def _note_input(stage: Stage) -> None:
     with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
             stage.save()
-            stage.commit()
+            _store(stage)
             stage.dump()
             log.warning("%s has changed, and %s was updated: commit that file", stage.outs[0], stage.relpath)
 

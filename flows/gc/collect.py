@@ -53,9 +53,9 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         reproduced = [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
         scratch = [folder for folder in reproduced if _is_free(stack, folder)]
         known = _worktrees()
-        for folder in (folder.resolve() for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()):
-            if folder not in (*known, *reproduced):
-                raise CannotCollect(worktrees.not_ours(folder))
+        present = [folder for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()]
+        if unknown := [folder for folder in present if folder.resolve() not in (*known, *reproduced)]:
+            raise CannotCollect(worktrees.not_ours(unknown))
         others = [folder for folder in known if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))

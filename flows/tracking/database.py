@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import sqlite3
 from contextlib import closing
 from itertools import chain, count
@@ -115,13 +116,19 @@ def _refuse_other_places() -> None:
             places = database.execute("select artifact_location from experiments").fetchall()
     except sqlite3.Error:  # damaged or locked, which others report, or without tables so far
         return
-    for folder in (Path(url2pathname(urlparse(place).path)) for (place,) in places):
-        if folder.name == ARTIFACTS.name and folder.resolve() != ARTIFACTS.resolve():
-            raise EckartError(
-                f"{FILE} keeps its files in {folder}, outside of this workspace. If this workspace was moved, run "
-                f"`ln -s {Path.cwd()} {folder.parent}`. If it is a copy, remove {FILE} and {ARTIFACTS}: the next run "
-                "fills MLflow again from DVC"
-            )
+    for place in (urlparse(place) for (place,) in places):
+        folder = Path(url2pathname(place.path))
+        if place.scheme != "file" or folder.name != ARTIFACTS.name or folder.resolve() == ARTIFACTS.resolve():
+            continue
+        old, here = folder.parent, shlex.quote(str(Path.cwd()))
+        remedy = (
+            f"This workspace is a copy: remove {FILE} and {ARTIFACTS} here, with their registered models. The next run "
+            "fills MLflow again from DVC"
+            if old.exists()
+            else "This workspace was moved: "
+            f"`mkdir -p {shlex.quote(str(old.parent))} && ln -s {here} {shlex.quote(str(old))}`"
+        )
+        raise EckartError(f"{FILE} keeps its files in {folder}. {remedy}")
 
 
 def _damage() -> str:

@@ -122,14 +122,14 @@ def _check(folder: Path, options: InitOptions, again: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: name a folder")
     ours = (PARAMS, *installation.derived())
-    for path in (*ours, Path(".dvc")):
-        if not again and (folder / path).exists() and path in ours:  # a repository of yours may use DVC
-            raise InitError(
-                f"{folder} has {path} already: to change a workspace, run `eckart init {folder} --again` with the new "
-                "values; to make one, name another folder"
-            )
-        if again and not (folder / path).exists():
-            raise InitError(f"{folder} has no {path}, so it is not a workspace: leave out --again to make one")
+    if again and (lacking := [path for path in (*ours, Path(".dvc")) if not (folder / path).exists()]):
+        raise InitError(f"{folder} has no {lacking[0]}, so it is not a workspace: leave out --again to make one")
+    # `.dvc` may be there: a repository of the user's that uses DVC.
+    if not again and (present := [path for path in ours if (folder / path).exists()]):
+        raise InitError(
+            f"{folder} has {present[0]} already: to change a workspace, run `eckart init {folder} --again` with the "
+            "new values; to make one, name another folder"
+        )
     if options.data and not options.data.exists():
         raise InitError(f"--data {options.data} does not exist")
     if options.base and not Path(options.base).exists() and options.base.startswith((".", "/", "~")):

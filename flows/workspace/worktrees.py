@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -112,7 +113,7 @@ def check_out(folder: Path, revision: str) -> None:
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
         if not _is_ours(folder):
-            raise WorkspaceError(not_ours(folder))
+            raise WorkspaceError(not_ours([folder]))
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(Path(), "worktree", "add", "--force", "--detach", str(folder), commit)
@@ -124,15 +125,18 @@ def _is_ours(folder: Path) -> bool:
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
     try:
         return root_of(folder) == folder.resolve() and git(folder, *where) == git(Path(), *where)
-    except WorkspaceError:  # git finds no repository, such as after a move
-        return False
+    except WorkspaceError as error:
+        if "not a git repository" not in str(error):
+            raise
+        return False  # such as after a move
 
 
-def not_ours(folder: Path) -> str:
-    """Return what is wrong with a folder that is not a worktree of this repository, and what to do."""
+def not_ours(folders: Sequence[Path]) -> str:
+    """Return what is wrong with folders that are not worktrees of this repository, and what to do."""
+    names = shlex.join(map(str, folders))
     return (
-        f"{folder} is not a worktree of this repository: if this workspace was moved, run `git worktree repair "
-        f"{folder}`; otherwise, such as in a copy of a workspace, remove it"
+        f"git does not know these workspaces as worktrees of this repository: {names}. If this workspace was moved, "
+        f"run `git worktree repair {names}`; otherwise, such as in a copy of a workspace, remove them"
     )
 
 

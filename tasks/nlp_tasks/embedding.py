@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tasks.config.schema import Data
 
 _BATCH = 64  # texts that the original embeds at a time
-_NEIGHBOURS = 10
+_NEIGHBORS = 10
 _AT_ONCE = 1024  # texts whose cosines with all others are in memory
 _WORDS = 4096  # of the trivial baseline
 
@@ -68,9 +68,9 @@ class Embedding(NlpTask):
                 "data.columns, text_pair and label, or write recall_at_10"
             )
         for name in ("validation", "test"):
-            if (different := len(np.unique(_texts(splits[name])))) <= _NEIGHBOURS + 1:
+            if (different := len(np.unique(_texts(splits[name])))) <= _NEIGHBORS + 1:
                 raise StageError(
-                    f"the {name} split has {different} different texts, so the {_NEIGHBOURS} nearest to a text are "
+                    f"the {name} split has {different} different texts, so the {_NEIGHBORS} nearest to a text are "
                     f"always all others: give it a hundred or more (data.sizes.{name}, data.shares.{name})"
                 )
         return Regression.convert_labels(splits, params) if labeled else ()
@@ -167,7 +167,7 @@ def _rows(frame: pd.DataFrame, found: np.ndarray) -> pd.DataFrame:
 
 def _neighbors(vectors: np.ndarray) -> np.ndarray:
     """Return the places of each vector's nearest others by their products, `(vectors, neighbors)`."""
-    count, found = min(_NEIGHBOURS, len(vectors) - 1), []
+    count, found = min(_NEIGHBORS, len(vectors) - 1), []
     for start in range(0, len(vectors), _AT_ONCE):
         products = vectors[start : start + _AT_ONCE] @ vectors.T
         own = np.arange(len(products))

@@ -509,9 +509,11 @@ def test_other_labels_are_an_error_and_the_older_file_stays(tmp_path: Path, monk
     file, model = tmp_path / "model.onnx", bert(num_hidden_layers=1)
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
-    right = eckart.onnx.exporting._Logits.forward
+    right = eckart.onnx.exporting._Positional.forward
     monkeypatch.setattr(
-        eckart.onnx.exporting._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
+        eckart.onnx.exporting._Positional,
+        "forward",
+        lambda *values: tuple(logits.flip(-1) for logits in right(*values)),
     )
     with pytest.raises(ExportError, match=r"model\.onnx"):
         export(model, tiny_tokenizer(), file)

@@ -541,47 +541,59 @@ class TestLinks:
         assert stale(workspace) == []
 
 
-def test_a_linked_folder_among_the_inputs_is_refused_and_links_to_its_files_are_seen_to_change(
-    workspace: Path, tmp_path: Path
-) -> None:
+def test_a_linked_folder_among_the_inputs_is_refused_and_a_copy_is_not(workspace: Path, tmp_path: Path) -> None:
     """DVC sees an empty folder behind a link, and would never run the stages again."""
     (workspace / "raw.txt").unlink()
     (workspace / "raw.txt").mkdir()
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt ", "cat raw.txt/*/* > "))
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared/rows").write_text("one\n")
-    (workspace / "raw.txt/mine").symlink_to(tmp_path / "shared")
+    shared = tmp_path / "sha red"
+    shared.mkdir()
+    (shared / "rows").write_text("one\n")
+    (workspace / "raw.txt/mine").symlink_to(shared)
     with pytest.raises(engine.WorkspaceUnusable, match=r"raw\.txt/mine .*link") as caught:
         engine.plan()
     (command,) = re.findall(r"`([^`]*)`", str(caught.value))
     call(workspace, "sh", "-c", command)
-    assert run_all(workspace)["source"] == "Executed"
-    (tmp_path / "shared/rows").write_text("two\n")
-    assert run_all(workspace)["source"] == "Executed"
-    assert (workspace / "source.txt").read_text() == "two\n"
+    call(workspace, "dvc", "add", "-q", "raw.txt")
+    for content in ("one\n", "two\n"):
+        (workspace / "raw.txt/mine/rows").write_text(content)
+        assert run_all(workspace)["source"] == "Executed"
+        assert (workspace / "source.txt").read_text() == content
 
 
+def test_links_in_the_source_of_an_import_are_its_owner_s(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "big/real").mkdir(parents=True)
+    (tmp_path / "big/real/rows").write_text("one\n")
+    (tmp_path / "big/link").symlink_to(tmp_path / "big/real")
+    call(workspace, "dvc", "import-url", "-q", str(tmp_path / "big"), "big")
+    assert engine.plan()
+
+
+@pytest.mark.parametrize("loud", [False, True])
 def test_a_cache_that_takes_no_files_is_an_error_and_costs_no_result(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, loud: bool
 ) -> None:
-    """DVC only logs it."""
+    """DVC may only log it."""
 
     def full(
         _: Any, sources: list[str], __: Any, targets: list[str], *, on_error: Callable[..., None], **___: Any
     ) -> None:
+        error = OSError(errno.ENOSPC, "No space left on device")
+        if loud:
+            raise error
         for source, target in zip(sources, targets, strict=True):
-            on_error(source, target, OSError(errno.ENOSPC, "No space left on device"))
+            on_error(source, target, error)
 
     with monkeypatch.context() as patched:
         patched.setattr("dvc_objects.fs.generic.transfer", full)
-        for _ in range(2):
-            with pytest.raises(engine.WorkspaceUnusable, match=r"source .*make room"):
+        for _ in range(3):
+            with pytest.raises(engine.WorkspaceUnusable, match=r"source\.txt.*make room"):
                 run_all(workspace)
-    assert set(ran(workspace)) == {"source"}
-    assert (workspace / "source.txt").exists()
+    assert ran(workspace) == ["source"]
     assert run_all(workspace) == dict.fromkeys(ALL, "Executed") | {"source": "Cached"}
     assert "source" not in ran(workspace)
-    assert set(run_all(workspace).values()) == {"Cached"}
+    shutil.rmtree(workspace / "out")
+    assert Counter(run_all(workspace).values()) == {"Cached": 2, "Restored": 2}
 
 
 def test_both_sides_of_a_merge_in_the_lock_file_are_no_damage(workspace: Path) -> None:

@@ -326,10 +326,14 @@ def test_a_copied_or_moved_workspace_does_not_write_into_the_old_place(
     monkeypatch.chdir(moved)
     with pytest.raises(EckartError, match=r"mlflow\.db .*ln -s") as caught:
         database_file.check()
-    (command,) = re.findall(r"`(ln [^`]*)`", str(caught.value))
-    subprocess.run(command.split(), check=True)
+    (command,) = re.findall(r"`([^`]*ln [^`]*)`", str(caught.value))
+    subprocess.run(command, shell=True, check=True)
     assert not database_file.check()
     root.unlink()
+    shutil.copytree(moved, root)
+    monkeypatch.chdir(moved)
+    with pytest.raises(EckartError, match=r"copy.*mlflow\.db"):
+        database_file.check()
 
 
 def test_a_damaged_database_is_set_aside_with_its_journal(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -221,6 +221,17 @@ class TestClones:
         assert "data/raw" in done.output
         assert "models/finetuned/a-0.5" in done.output
 
+    def test_pull_fills_a_lost_cache_again(self, main: Path) -> None:
+        """Unedited files are not taken for edited ones."""
+        dvc_transport.push()
+        forget(main)
+        assert dvc_transport.pull() == dvc_transport.Pulled([], [])
+
+    def test_what_is_not_to_be_pushed_is_not_missed(self, main: Path) -> None:
+        file = main / "data/raw.dvc"
+        file.write_text(file.read_text().replace("outs:\n- ", "outs:\n- push: false\n  "))
+        assert dvc_transport.push() == set()
+
     def test_an_unusable_remote_is_reported_in_a_line(self, main: Path) -> None:
         call(main, "dvc", "remote", "modify", "--local", "storage", "url", "s3://nowhere")  # whose plug-in is missing
         for command in ("push", "pull"):

@@ -75,7 +75,7 @@ class OnACircle(Embedding):
 
 
 def scored(found: list[float], frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, neighbors: int = 2) -> Any:
-    monkeypatch.setattr("tasks.nlp_tasks.embedding._NEIGHBOURS", neighbors)
+    monkeypatch.setattr("tasks.nlp_tasks.embedding._NEIGHBORS", neighbors)
     given: Any = None
     with_originals = OnACircle(task(), ANGLES).with_originals(given, given, frame)
     return OnACircle(task(), found).score(given, given, with_originals, 8, "test")
