@@ -155,7 +155,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
     for name in TASK_NAMES:
         if task_class(name).looks_like(texts, labels):
             return name
-    raise StageError(f"column {label} is neither classes nor numbers: write --task, one of {', '.join(TASK_NAMES)}")
+    raise StageError(f"column {label} has neither classes nor numbers: write --task, one of {', '.join(TASK_NAMES)}")
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
