@@ -69,7 +69,7 @@ from eckart.model.incoming import MERGE_FIRST, check_base
 from eckart.model.macs import macs
 from eckart.model.mlps import narrowed
 from eckart.model.module_context import eval_mode
-from eckart.model.targets import Targets, find_targets
+from eckart.model.targets import Targets, find_targets, has_other_forward
 from eckart.progress import Item, Progress, bar
 from eckart.ranks.budget import NoRank, Rank, allowance, cost, largest_rank, ranked_allowance, stored
 from eckart.ranks.search import ChosenRanks, search_ranks
@@ -570,7 +570,7 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"model is a {type(model).__name__}{_advice_on(model)}")
     if not getattr(model.config, "return_dict", True):
         raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
-    if replaced := next((name or "the model" for name, part in model.named_modules() if _has_other_forward(part)), ""):
+    if replaced := next((name or "the model" for name, part in model.named_modules() if has_other_forward(part)), ""):
         raise ValueError(
             f"the forward of {replaced} was replaced, such as by torch.compile or by a Trainer with bf16=True, so a "
             "copy of the model may run the original, or round: give the model as from_pretrained loads it, or undo "
@@ -579,13 +579,6 @@ def _check_model(model: Any) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("most recipes need gradients: call this outside of torch.inference_mode()")
     check_base(model)
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    """Whether the module's forward is not its class's. The one that accelerate patches to move weights is fine."""
-    own = vars(module).get("forward")
-    replaced = own is not None and getattr(own, "__func__", own) is not type(module).forward
-    return replaced and not hasattr(module, "_hf_hook")
 
 
 def _advice_on(model: Any) -> str:

@@ -391,13 +391,19 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     return "is a head" if is_head and not heads else None
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether the module's forward is not its class's. The one that accelerate patches to move weights is fine."""
+    own = vars(module).get("forward")
+    replaced = own is not None and getattr(own, "__func__", own) is not type(module).forward
+    return replaced and not hasattr(module, "_hf_hook")
+
+
 def _patched(module: nn.Module) -> str | None:
     """Return why a module with hooks or a patched forward is not a target; None if the module has neither.
 
-    The probe's hooks have been removed by now. The forward patched by accelerate is fine: it only moves weights.
+    The probe's hooks have been removed by now.
     """
-    changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
-    hooked = changed or module._forward_hooks or module._forward_pre_hooks
+    hooked = has_other_forward(module) or module._forward_hooks or module._forward_pre_hooks
     return "a hook or a patched forward may change what it computes" if hooked else None
 
 
