@@ -146,7 +146,7 @@ def test_reading_the_weight_costs_nothing() -> None:
 
 def test_rows_of_an_embedding_are_added_in_mixed_precision():
     """There `left` computes in bfloat16, and the rows are looked up as they are."""
-    layer = LowRankEmbedding(7, 5, 2, bias=False, rows=2)
+    layer = drawn(LowRankEmbedding(7, 5, 2, bias=False, rows=2))
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(torch.arange(7))
     torch.testing.assert_close(found.float(), layer(torch.arange(7)), rtol=0.02, atol=0.02)
