@@ -12,7 +12,6 @@ the plain SVD.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +23,7 @@ from eckart.calibration.statistics import STATISTIC_KINDS, StatisticKind, collec
 from eckart.factorization.weighted_svd import decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
+from tasks.scoring.timing import in_rounds
 
 BATCHES, EXAMPLES, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four of BERT-base's twelve layers are enough, since all cost the same.
@@ -36,14 +36,9 @@ SHAPES = ((768, 768), (768, 3072))
 
 
 def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
-    """Run all jobs once in each round; return the seconds of each job in each round, without the first (warm-up)."""
-    taken: list[list[float]] = [[] for _ in jobs]
-    for _ in range(1 + RUNS):
-        for job, times in zip(jobs, taken, strict=True):
-            began = time.perf_counter()
-            job()
-            times.append(time.perf_counter() - began)
-    return [times[1:] for times in taken]
+    """Run all jobs once in each round; return the seconds of each job in each round."""
+    forwards = {number: lambda _, job=job: job() for number, job in enumerate(jobs)}
+    return list(in_rounds(forwards, {}, RUNS).values())
 
 
 def trained(model: PreTrainedModel, batches: Sequence[Batch]) -> None:

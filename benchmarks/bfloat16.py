@@ -8,7 +8,6 @@ test examples. Runs of all models, in float32 and in bfloat16, are interleaved, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import redirect_stdout
 from functools import partial
@@ -17,7 +16,7 @@ from itertools import product
 import torch
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, name_candidates, times_cell
+from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, parser_of_candidates, times_cell
 from tasks.artifacts.paths import FINETUNED
 from tasks.config.schema import Benchmark, Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
@@ -36,9 +35,7 @@ def multiplies_in_bfloat16() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
-    asked = parser.parse_args()
+    asked = parser_of_candidates(__doc__).parse_args()
     if not multiplies_in_bfloat16():
         print("This processor has no products in bfloat16.")
         return

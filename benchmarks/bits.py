@@ -10,7 +10,6 @@ each output, and rounded inputs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, metric_cell, metric_title, name_candidates
+from benchmarks.cells import ORIGINAL, metric_cell, metric_title, parser_of_candidates
 from eckart.model.targets import Targets
 from tasks.artifacts.paths import FINETUNED, TARGETS
 from tasks.config.schema import Threads, section
@@ -42,9 +41,7 @@ def round_weights(model: nn.Module, layers: Iterable[str], bits: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
-    asked = parser.parse_args()
+    asked = parser_of_candidates(__doc__).parse_args()
     quiet()
     torch.set_num_threads(section("threads", Threads).candidate)
     scorer, targets = load_scorer("test"), Targets.model_validate_json(TARGETS.read_text()).targets

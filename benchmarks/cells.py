@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.paths import FINETUNED
@@ -15,10 +15,12 @@ from tasks.report.rounding import rounded
 ORIGINAL = "original"
 
 
-def name_candidates(parser: ArgumentParser) -> None:
-    """Add the argument `candidates`; a name that is not in models/finetuned is refused with those that are."""
+def parser_of_candidates(description: str | None) -> ArgumentParser:
+    """Return a parser of the argument `candidates`; a name that is not in models/finetuned is refused."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     names = sorted(folder.name for folder in FINETUNED.glob("*"))
     parser.add_argument("candidates", nargs="+", choices=names, metavar="CANDIDATE", help="of models/finetuned")
+    return parser
 
 
 def metric_title() -> str:

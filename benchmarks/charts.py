@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -43,12 +44,10 @@ THEMES = {
 Numbers = Mapping[str, Any]
 
 
-def _mean(values: Any, factor: float = 100) -> tuple[float, float]:
-    scaled = [factor * float(value) for value in values]
-    mean = sum(scaled) / len(scaled)
-    if len(scaled) == 1:
-        return mean, 0.0
-    return mean, (sum((value - mean) ** 2 for value in scaled) / (len(scaled) - 1)) ** 0.5
+def _mean(values: Any) -> tuple[float, float]:
+    """Return mean and sample standard deviation × 100."""
+    scaled = [100 * float(value) for value in values]
+    return fmean(scaled), stdev(scaled) if len(scaled) > 1 else 0.0
 
 
 # numbers

@@ -7,7 +7,6 @@ The models run in torch. Candidates that the study exports (`export.recipes`) al
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, megabytes, name_candidates, times_cell
+from benchmarks.cells import ORIGINAL, megabytes, parser_of_candidates, times_cell
 from eckart.calibration.losses import Batch
 from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
@@ -105,8 +104,7 @@ def bytes_of_cache(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
+    parser = parser_of_candidates(__doc__)
     parser.add_argument("--written", type=int, default=32, help="tokens that each model writes")
     parser.add_argument("--rounds", type=int, default=8, help="rounds in which each model writes once; at least 6")
     asked = parser.parse_args()

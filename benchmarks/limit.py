@@ -10,8 +10,7 @@ in the candidate ÷ those in the original model.
 
 from __future__ import annotations
 
-import argparse
-import time
+from functools import partial
 from statistics import median
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import name_candidates
+from benchmarks.cells import parser_of_candidates
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
@@ -28,17 +27,12 @@ from tasks.config.schema import Threads, section
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import counted
+from tasks.scoring.timing import in_rounds, in_torch, ratio
 
 SHAPES = [(8, 64), (32, 128)]
 """Numbers of examples and tokens of the inputs."""
 ROUNDS = 15
 _PRODUCTS = ("addmm", "mm")  # products with weights; the products in attention are other operators: bmm, or fused
-
-
-def seconds(model: PreTrainedModel, inputs: Batch) -> float:
-    start = time.perf_counter()
-    model(**inputs)
-    return time.perf_counter() - start
 
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
@@ -61,9 +55,7 @@ def operations_of_products(model: PreTrainedModel, inputs: Batch) -> int:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
-    asked = parser.parse_args()
+    asked = parser_of_candidates(__doc__).parse_args()
     threads, auto = section("threads", Threads).candidate, kind_of(load_task()).auto
     torch.set_num_threads(threads)
     dense = load(TEACHER, auto)[0].eval()
@@ -79,10 +71,11 @@ def main() -> None:
         for (examples, tokens), inputs in cases.items():
             share = median(shares[examples, tokens])
             left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
-            pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
+            forwards = {kind: partial(in_torch, model) for kind, model in {"dense": dense, "small": small}.items()}
+            seconds = in_rounds(forwards, inputs, ROUNDS)
             limit = 1 / (1 - share + share * left)
-            times = median(original / candidate for original, candidate in pairs)
-            milliseconds = 1e3 * median(original for original, _ in pairs)
+            times = ratio(seconds["dense"], seconds["small"]).median
+            milliseconds = 1e3 * median(seconds["dense"])
             print(
                 f"| {name} | {examples} × {tokens} | {milliseconds:.0f} | {100 * share:.0f} % "
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",

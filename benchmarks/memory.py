@@ -14,24 +14,21 @@ processes hardly change.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
 KINDS = {"inputs": ("inputs",), "kfac": ("inputs", "output_gradients")}
 """Weighting → kinds of statistics that it reads."""
 BYTES = {"float32": 4, "bfloat16": 2}
 BATCHES = 2
-_MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
 MIB = 2**20
 SPEED = 1e14
 """Operations a second of one GPU: the assumption of the plan."""
@@ -192,17 +189,11 @@ SEVEN = [
 
 
 def main() -> None:
-    """Print the tables; with --point, only the measurement of that point as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--wide", action="store_true")
-    parser.add_argument("--point", help="JSON: a point to measure in this process")
-    parser.add_argument("--stage", choices=("importance", "factorize"))
-    parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    if arguments.point:
-        print(json.dumps(_measure(Point(**json.loads(arguments.point)), arguments.stage, arguments.folder)))
-        return
+    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}  # of the processes that measure
     if arguments.wide:
         _table(WIDE, measured=True)
         return
@@ -231,7 +222,8 @@ def _table(points: list[Point], measured: bool) -> None:
                 if measured and stage == "factorize" and point.layers_at_once and not point.decomposed:
                     cells += ["as above"] * 2  # the stage always reads the statistics of one target at a time
                 elif measured:
-                    cells += _in_a_process(point, stage, Path(folder))
+                    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                        cells += pool.submit(_measure, point, stage, Path(folder)).result()
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
@@ -244,17 +236,8 @@ def _plans(points: list[Point]) -> None:
         print(f"| {' | '.join([stage, *cells])} |")
 
 
-def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:
-    """Measure a point in a new process; return the peak in MiB, and the seconds."""
-    options = {"--point": json.dumps(asdict(point)), "--stage": stage, "--folder": str(folder)}
-    command = [sys.executable, __file__, *(word for option in options.items() for word in option)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **_MEASURABLE}
-    finished = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    result = json.loads(finished.stdout.splitlines()[-1])
-    return result["bytes"] // MIB, f"{result['seconds']:.1f}"
-
-
-def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
+def _measure(point: Point, stage: str, folder: Path) -> tuple[int, str]:
+    """Return the peak in MiB and the seconds of a stage of a point."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -300,7 +283,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
         ranks = {target.name: largest_rank(target) // 2 for target in targets}
         factorize_at_once(model, targets, ranks, weighting, load_statistics(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"bytes": peak - before, "seconds": time.process_time() - start}
+    return (peak - before) // MIB, f"{time.process_time() - start:.1f}"
 
 
 def _resident() -> int:

@@ -10,7 +10,6 @@ else is in the row "others".
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
 from collections import defaultdict
@@ -23,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, name_candidates
+from benchmarks.cells import ORIGINAL, parser_of_candidates
 from eckart.calibration.losses import Batch
 from eckart.model.lstm import LSTMLayer
 from eckart.model.targets import Targets
@@ -113,9 +112,7 @@ def _cell(milliseconds: float, original: float | None) -> str:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
-    asked = parser.parse_args()
+    asked = parser_of_candidates(__doc__).parse_args()
     threads, rounds = section("threads", Threads).candidate, section("benchmark", Benchmark).repetitions
     auto = kind_of(load_task()).auto
     torch.set_num_threads(threads)

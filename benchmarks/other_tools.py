@@ -12,7 +12,6 @@ candidate and merged into its factors. The table has the scores at each of these
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import sys
@@ -28,7 +27,7 @@ from torch import nn
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import eckart as eckart  # registers the format of candidates with transformers
-from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, name_candidates
+from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, parser_of_candidates
 from tasks.artifacts.paths import FINETUNED
 from tasks.config.schema import Threads, section
 from tasks.data.loading import encoded
@@ -212,8 +211,7 @@ def print_adapters(study: Study, name: str, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name_candidates(parser)
+    parser = parser_of_candidates(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="of the training of each adapter; default: %(default)s")
     asked = parser.parse_args()
     quiet()

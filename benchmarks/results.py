@@ -229,14 +229,14 @@ def ars_tasks() -> str:
         cells = []
         for task in ARS_TASKS:
             first = "dense" if recipe == CONTROL else "factorized"
-            own = rows("ars-glue", recipe, task=task).iloc[0] if _ran("ars-glue", recipe, task) else None
+            own = rows("ars-glue", recipe, task=task).iloc[0] if _ran(recipe, task) else None
             cells.append("–" if own is None else f"{rounded(100 * own[first])} → {rounded(100 * own.recovered)}")
         lines.append([name, *cells])
     return markdown(["model", *ARS_TASKS.values()], lines)
 
 
-def _ran(study: str, recipe: str, task: str) -> bool:
-    table = read(study)
+def _ran(recipe: str, task: str) -> bool:
+    table = read("ars-glue")
     return bool(((table.recipe == recipe) & (table.task == task)).any())
 
 
@@ -282,7 +282,7 @@ def unconfirmed() -> str:
             ("ars-glue", f"{name.partition(',')[0]}, keep 0.48", task, 0.48, claim)
             for task, name in ARS_TASKS.items()
             for claim in (*_CLAIMED, *_CLAIMED_PARTS)
-            if all(_ran("ars-glue", recipe, task) for recipe in claim[2:])
+            if all(_ran(recipe, task) for recipe in claim[2:])
         ),
         ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
         ("lpaf-glue-mrpc", "MRPC, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
@@ -456,8 +456,8 @@ def title(task: str, model: str) -> str:
     return f"keep {model.partition('-')[2]}" + (" with embeddings" if task == "embeddings" else "")
 
 
-def original_of(task: str, runtime: str = "torch") -> pd.Series[float]:
-    return exported(task, "dense", runtime).metric
+def original_of(task: str) -> pd.Series[float]:
+    return exported(task, "dense", "torch").metric
 
 
 def control_of(task: str) -> pd.Series[float]:
@@ -516,8 +516,8 @@ def megabytes(task: str, model: str, runtime: str = "int8") -> str:
     return rounded(exported(task, model, runtime).bytes.mean() / 1e6)
 
 
-def accuracy(task: str, model: str, runtime: str = "int8") -> str:
-    return mean_and_spread(exported(task, model, runtime).metric)
+def accuracy(task: str, model: str) -> str:
+    return mean_and_spread(exported(task, model).metric)
 
 
 def default_row() -> pd.Series:
@@ -641,44 +641,13 @@ def readme() -> str:
 
 
 def claims() -> dict[str, str]:
-    """Return the numbers that prose may quote, by name."""
+    """Return the numbers that prose quotes, by name."""
+    long = rows("smollm2-long", "anchored", 0.6).iloc[0]
     said = {
-        "original": mean_and_spread(original_of(TASKS[0])),
-        "control": mean_and_spread(control_of(TASKS[0])),
-        "default.accuracy": f"{rounded(default_row().accuracy)} ± {rounded(default_row().accuracy_sd)}",
-        "default.mb": rounded(default_row().megabytes),
+        f"fair.{recipe}.from-control": pair("fair-reviews", recipe, CONTROL).points
+        for recipe in ("losparse", "anchored")
     }
-    for task, model in shipped():
-        keep = model.partition("-")[2]
-        name = f"embeddings-{keep}" if task == TASKS[1] else f"keep-{keep}" if keep else model
-        said[f"{name}.accuracy"], said[f"{name}.mb"] = accuracy(task, model), megabytes(task, model)
-        said[f"{name}.speed"], said[f"{name}.of-default"] = across(task, model), of_default(task, model)
-        metric = exported(task, model).metric
-        said[f"{name}.from-control"] = mean_and_spread(metric - control_of(task), sign=True)
-        said[f"{name}.from-original"] = mean_and_spread(metric - original_of(task), sign=True)
-        for machine in MACHINES:
-            if (found := speed(task, model, machine)) is not None:
-                said[f"{name}.speed-{machine}"] = ratio(found[0])
-        smaller = exported(task, "dense").bytes.mean() / exported(task, model).bytes.mean()
-        said[f"{name}.smaller"] = ratio(smaller)
-        said[f"{name}.smaller-than-torch"] = ratio(
-            exported(task, "dense", "torch").bytes.mean() / exported(task, model).bytes.mean()
-        )
-    for recipe in (CONTROL, *_best_first("fair-reviews")):
-        own, name = rows("fair-reviews", recipe), "control" if recipe == CONTROL else recipe
-        said[f"fair.{name}.after"] = mean_and_spread(own.recovered)
-        said[f"fair.{name}.minutes"] = rounded(own.seconds.mean() / 60)
-        if recipe != CONTROL:
-            said[f"fair.{name}.before"] = mean_and_spread(own.factorized)
-            said[f"fair.{name}.from-control"] = pair("fair-reviews", recipe, CONTROL).points
-            if recipe != "losparse":
-                said[f"fair.{name}.from-original"] = pair("fair-reviews", recipe, ORIGINAL, "factorized").points
-    said["fair.original"] = mean_and_spread(rows("fair-reviews", ORIGINAL).dense)
-    for study, _ in LANGUAGE:
-        for line in read(study)[read(study).recipe == "anchored"].itertuples():
-            said[f"{study}-{line.keep:g}.before"] = ratio(line.factorized / line.dense)
-            said[f"{study}-{line.keep:g}.after"] = ratio(line.recovered / line.control)
-    return said
+    return said | {"smollm2-long-0.6.after": ratio(long.recovered / long.control)}
 
 
 # pages

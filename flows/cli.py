@@ -346,8 +346,6 @@ def _print_comparison(file: Path, seed: str | None = None) -> None:
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
-    from prefect.exceptions import Pause
-
     from flows.display import terminal
     from flows.engine.stage_processes import terminable  # slow imports, needed only if there is something to run
     from flows.servers import prefect_server
@@ -357,13 +355,7 @@ def _by_prefect(options: Options) -> list[Outcome]:
     terminal.doing("starting")
     with terminable():  # a SIGTERM must also end the temporary server
         prefect_server.use_temporary()
-        try:
-            return study(**options.parameters())
-        except Pause as error:
-            raise EckartError(
-                "the stages have ended, but a program forced Prefect's server to show this run as paused, which only a "
-                "run of a deployment can be: run again to see the results"
-            ) from error
+        return study(**options.parameters())
 
 
 @contextmanager
@@ -607,11 +599,7 @@ def promote(
 
 
 def _roll_back() -> None:
-    from flows.registry import rollback_check  # slow imports, not for --help
-    from tasks.config import validation
-
-    rollback_check.refuse(validation.typed_section("promotion").model)
-    from flows.promotion import flow  # slower imports
+    from flows.promotion import flow  # slow imports, not for --help
 
     print(flow.rollback())
 

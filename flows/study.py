@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: Prefect evaluates the annotations of a scheduled flow without this module's
 # names.
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,13 +42,6 @@ if TYPE_CHECKING:
 if canceled_runs.has_runner():
     keep_out()  # before it calls the flow, Prefect logs the address of its server, which may contain a password
 
-
-def _has_begun(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop Prefect's errors about stages that a pause of the run kept from beginning."""
-    return not record.getMessage().startswith("Finished in state Pending(")
-
-
-logging.getLogger("prefect.task_runs").addFilter(_has_begun)
 
 # Each stage gets a thread, which waits for upstream stages and for a free slot. The slots limit how many stages run.
 _THREADS = 256

@@ -60,22 +60,21 @@ def test_differences_are_candidate_minus_reference() -> None:
     assert there.points.startswith("-")
 
 
-def test_claims_are_those_of_the_rows() -> None:
-    said = results.claims()
+def test_the_table_of_files_is_that_of_the_rows() -> None:
     table = pd.read_csv(RESULTS / "ship-linear-layers.runtimes.csv")
     own = table[(table.model == "anchored-0.33") & (table.runtime == "int8")]
-    assert said["keep-0.33.accuracy"] == f"{rounded(100 * own.metric.mean())} ± {rounded(100 * own.metric.std())}"
-    assert said["keep-0.33.mb"] == rounded(own.bytes.mean() / 1e6)
-    slow, fast = said["keep-0.33.speed-A"], said["keep-0.33.speed-B"]
-    assert slow == f"{rounded(own['8x64.of_same'].median(), 2)} ×"
-    assert said["keep-0.33.speed"] == f"{slow.removesuffix(' ×')} to {fast}"
+    accuracy = (
+        f"{rounded(100 * own.metric.mean())}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{rounded(100 * own.metric.std())}"
+    )
+    (line,) = [line for line in results.ship().splitlines() if line.startswith("| keep 0.33 |")]
+    assert line.startswith(f"| keep 0.33 | {rounded(own.bytes.mean() / 1e6)} | {accuracy} |")
 
 
 def test_a_number_within_a_sentence_is_replaced_and_a_wrong_name_is_named() -> None:
-    page = "It is <!-- results: default.mb -->1<!-- end of results --> MB."
-    assert results.filled(page) == page.replace("-->1<", f"-->{results.claims()['default.mb']}<")
-    with pytest.raises(KeyError, match=r"nothing\.mb"):
-        results.filled(page.replace("default.mb", "nothing.mb"))
+    page = "It is <!-- results: fair.anchored.from-control -->1<!-- end of results --> MB."
+    assert results.filled(page) == page.replace("-->1<", f"-->{results.claims()['fair.anchored.from-control']}<")
+    with pytest.raises(KeyError, match=r"fair\.nothing"):
+        results.filled(page.replace("fair.anchored.from-control", "fair.nothing"))
 
 
 def test_the_control_has_a_row_and_a_mark_after_the_original() -> None:
@@ -103,7 +102,7 @@ def test_the_command_prints_writes_and_checks(
     results.main()
     assert capsys.readouterr().out.strip() == results.TEXTS["methods"]()
     page = tmp_path / "page.md"
-    page.write_text("<!-- results: default.mb -->1<!-- end of results -->\n")
+    page.write_text("<!-- results: fair.anchored.from-control -->1<!-- end of results -->\n")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)
     monkeypatch.setattr(results, "PAGES", ("page.md",))
     monkeypatch.setattr(charts, "IMAGES", tmp_path)

@@ -60,7 +60,7 @@ def apply() -> None:
     # flows/servers/access_key.py reports this as an error.
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
-    logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
+    logging.getLogger("prefect.task_runs").addFilter(_is_no_echo)
 
 
 def _bypass_proxies() -> None:
@@ -78,14 +78,15 @@ def _is_no_empty_curve(record: logging.LogRecord) -> bool:
     return not (record.msg == "'%s' is empty." and str(record.args).endswith(".jsonl',)"))
 
 
-def _is_no_echo_of_a_failure(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop what Prefect repeats about failed stages and stages downstream of them.
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Whether to keep a log record: drop what Prefect repeats about stages that failed or did not begin.
 
-    An empty traceback is removed from the record.
+    Stages do not begin downstream of a failed one, or if the run is paused. An empty traceback is removed.
     """
     if record.exc_info == (None, None, None):
         record.exc_info = None
-    return not record.getMessage().startswith(("Finished in state NotReady", "Task run failed with state"))
+    echoes = ("Finished in state NotReady", "Finished in state Pending(", "Task run failed with state")
+    return not record.getMessage().startswith(echoes)
 
 
 def importable() -> dict[str, str]:

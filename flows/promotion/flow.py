@@ -226,7 +226,8 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
     Raises:
         Refused: the version was rolled back, and `again` is False.
     """
-    run, experiment = models.origin(terms.study, mirror.key_of(candidate.outcomes))
+    experiment = mirror.experiment(models.client, terms.study)
+    run = mirror.find(models.client, experiment, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
     if version and versions.ROLLED_BACK in version.tags and not again:
         raise Refused(
@@ -251,7 +252,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
             }
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
-    models.challenge(number)
+    models.client.set_registered_model_alias(models.name, versions.CHALLENGER, number)
     return number
 
 

@@ -26,9 +26,8 @@ from flows.environment.redaction import redact
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
 from flows.registry.promotion_lock import turn
-from flows.registry.rollback_check import NothingBefore
 from flows.registry.smoke_test import SmokeFailed, ask
-from flows.tracking import database, mirror
+from flows.tracking import database
 from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -56,6 +55,10 @@ _SQLITE = "sqlite:///"
 
 class RegistryError(EckartError):
     """The registry cannot be used. The message says why and what to do."""
+
+
+class NothingBefore(EckartError):
+    """A rollback is impossible: there is no champion, or no version before it."""
 
 
 class RegistryLost(RegistryError):
@@ -202,14 +205,6 @@ class Registry:
         now = _stamp(datetime.now(UTC))
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
-    def origin(self, study: str, key: str) -> tuple[str | None, str]:
-        """Return the id of the candidate's run in MLflow, and the id of the study's experiment.
-
-        The run is the finished run with the key `key` (see `mirror.key_of`); its id is None if there is no such run.
-        """
-        experiment = mirror.experiment(self.client, study)
-        return mirror.find(self.client, experiment, key), experiment
-
     def with_content(self, content: str) -> ModelVersion | None:
         """Return the version whose files have DVC's digest `content`, if there is one."""
         versions = self.client.search_model_versions(f"name = '{self.name}' and tags.`{CONTENT}` = '{content}'")
@@ -222,9 +217,6 @@ class Registry:
     def describe(self, number: str, text: str) -> None:
         """Set the description of a version, which is Markdown."""
         self.client.update_model_version(self.name, number, text)
-
-    def challenge(self, number: str) -> None:
-        self.client.set_registered_model_alias(self.name, CHALLENGER, number)
 
     def add(
         self, saved: Path, label: str, content: str, experiment: str, run: str | None, tags: Mapping[str, str]

@@ -95,7 +95,8 @@ def register(night: list[stages.Outcome], run_known: bool) -> str:
     own = [outcome for outcome in night if outcome.stage.endswith("@a-0.5")]
     files = Path("models/finetuned/a-0.5")
     with versions.connected("m") as registry:
-        made, experiment = registry.origin("toy", mirror.key_of(own))
+        experiment = mirror.experiment(registry.client, "toy")
+        made = mirror.find(registry.client, experiment, mirror.key_of(own))
         assert made
         # Of a run that is known the rest is found by it.
         inputs = {} if run_known else {path: md5 for outcome in night for path, md5 in outcome.deps.items()}

@@ -37,6 +37,7 @@ from flows.registry import smoke_test as asking
 from flows.registry.model_package import save, settings_of
 from flows.registry.pyfunc_model import Served
 from flows.registry.versions import CHAMPION, connected
+from flows.tracking import mirror
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.generation import Generation
 from tasks.artifacts.task_spec import Task
@@ -291,7 +292,7 @@ class TestVersion:
             save(folder, root / "saved", TASK, pairs=False, batch_size=2, continuation=CONTINUATION)
             patch.chdir(root)
             with connected("tiny") as models:
-                _, experiment = models.origin("study", "no such key")
+                experiment = mirror.experiment(models.client, "study")
                 version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None, {})
                 models.client.set_registered_model_alias("tiny", CHAMPION, version.version)
         return root

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models.utils import _enforce_schema
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
-from flows.registry import model_package, rollback_check, versions
-from flows.registry.rollback_check import NothingBefore
+from flows.registry import model_package, versions
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -40,7 +37,7 @@ from flows.registry.versions import (
 )
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.flows.servers import one_answer
-from tests.workspace import REPOSITORY, a_task
+from tests.workspace import a_task
 
 PASSWORD = "user:hush@127.0.0.1"  # nobody listens there at port 9
 
@@ -85,7 +82,7 @@ def silence(patch: pytest.MonkeyPatch) -> None:
 
 def promote(models: Registry, *numbers: str) -> None:
     for number in numbers:
-        models.challenge(number)
+        models.client.set_registered_model_alias(models.name, versions.CHALLENGER, number)
         assert models.promote(number, models.champion())
 
 
@@ -99,7 +96,7 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     assert models.roll_back() == ("2", "1")
     assert models.aliases() == {CHAMPION: "1"}
-    with pytest.raises(NothingBefore, match=r"\b1 of m\b"):
+    with pytest.raises(versions.NothingBefore, match=r"\b1 of m\b"):
         models.roll_back()
     assert models.aliases() == {CHAMPION: "1"}
     assert [ROLLED_BACK in models.version(number).tags for number in "123"] == [False, True, True]
@@ -109,24 +106,11 @@ def test_a_version_promoted_twice_counts_from_the_last_time(models: Registry) ->
     promote(models, "1", "2", "1")
     assert models.before(models.version("1")) == "2"
     assert models.roll_back() == ("1", "2")
-    with pytest.raises(NothingBefore):  # for someone went back from version 1
+    with pytest.raises(versions.NothingBefore):  # for someone went back from version 1
         models.roll_back()
     promote(models, "1")
     assert ROLLED_BACK not in models.version("1").tags
     assert models.aliases() == {CHAMPION: "1", PREVIOUS: "2"}
-
-
-def test_a_rollback_with_nothing_before_is_refused_without_mlflow(models: Registry) -> None:
-    """As MLflow would refuse it; where there is a version before, nothing is raised."""
-    for promoted, refused in ((), True), (("1",), True), (("2",), False):
-        promote(models, *promoted)
-        with pytest.raises(NothingBefore, match=r"\bm\b") if refused else nullcontext():
-            rollback_check.refuse("m")
-        if refused:
-            with pytest.raises(NothingBefore, match=r"\bm\b"):
-                models.roll_back()
-    modules = "import sys; from flows.registry import rollback_check; print({'mlflow', 'torch'} & {*sys.modules})"
-    assert subprocess.check_output([sys.executable, "-c", modules], text=True, cwd=REPOSITORY) == "set()\n"
 
 
 def test_the_version_to_go_back_to_must_answer(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +158,7 @@ def test_a_champion_that_was_changed_meanwhile_is_left_alone(models: Registry) -
 
 def test_a_champion_that_was_set_by_hand_is_the_one_before(models: Registry) -> None:
     models.client.set_registered_model_alias("m", CHAMPION, "1")
-    with pytest.raises(NothingBefore):  # what it replaced only the hand knows
+    with pytest.raises(versions.NothingBefore):  # what it replaced only the hand knows
         models.roll_back()
     promote(models, "2", "3")
     models.roll_back()
@@ -235,7 +219,7 @@ def test_a_user_whom_the_server_refuses_is_told_what_to_do(
 
 def test_a_user_who_may_not_delete_moves_no_champion(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     promote(models, "1")
-    models.challenge("2")
+    models.client.set_registered_model_alias(models.name, versions.CHALLENGER, "2")
     before = models.aliases()
     denied = MlflowException("Permission denied", error_code=PERMISSION_DENIED)
     for name in ("delete_model_version_tag", "delete_registered_model_alias"):
