@@ -95,7 +95,7 @@ def evaluate(recipe: str, keep: str) -> None:
 
 
 def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scorer: Scorer) -> dict[str, float]:
-    """Return target name → increase of the original model's loss if only this target is replaced with its factors.
+    """Return target name → how far the original model's predictions move if only this target is factorized.
 
     Targets that stay dense or lose neurons are missing. The result is empty if evaluate.probes is 0, or if the rank
     search predicted no losses with which these could be compared.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def search(recipe: str, keep: str) -> None:
     data = _Data(
         model=model,
         collate=kind.collate(tokenizer, model),
-        encoded=lambda split: encoded(split, tokenizer),
+        encoded=cache(lambda split: encoded(split, tokenizer)),
         batch_size=size,
         loss=objective.training_loss,
         dropout=objective.dropout,

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, first_examples
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
-from eckart.calibration.statistics import OF_GRADIENTS, Pass, StatisticKind, Statistics, gather
+from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, Pass, StatisticKind, Statistics, collect
 from eckart.calibration.warnings import few_tokens_warning, padding_warning, underflow_warning
 
 
@@ -25,23 +25,32 @@ def calibrate(
     offload_activations: bool = False,
     robust: RobustGradients = UNCHANGED,
 ) -> Iterator[Statistics]:
-    """Yield the statistics of each group of targets, like `gather`, and warn about misleading calibration data.
+    """Yield the statistics of each group of targets, and warn about misleading calibration data.
+
+    Each group has a pass of its own over the calibration data.
 
     Args:
+        batches: function that returns the calibration data; it is called for each pass.
+        groups: groups of targets, as `passes` returns them.
         examples: number of all calibration examples, also if `batches` gives only a part of them.
         checked: batches that are searched for padding that changes outputs; the first two examples are tested for
             underflow of gradients.
         warn: function that is called with each warning, and with None where there is nothing to warn about.
 
     Raises:
-        ValueError: an error of `gather`.
+        ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
     """
     warn(padding_warning(model, checked))
     if {*kinds} & {*OF_GRADIENTS}:
         targets = [target for group in groups for target in group.targets]
         warn(underflow_warning(model, first_examples(checked[0], 2), targets, loss))
-    remaining = iter(groups)  # not by zip, which would keep the statistics in memory during the next pass
-    for statistics in gather(model, batches, groups, kinds, loss, offload_activations, robust):
-        warn(few_tokens_warning(next(remaining).targets, statistics, examples))
+    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # if it stays true, every error would weigh nothing
+    for number, group in enumerate(groups, 1):
+        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations, robust)
+        gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
+        without_gradient = without_gradient and not any(bool(value.any()) for value in gradients)
+        if without_gradient and number == len(groups):
+            raise ValueError(NO_GRADIENT)
+        warn(few_tokens_warning(group.targets, statistics, examples))
         yield statistics
-        del statistics
+        del statistics  # frees them before the next pass

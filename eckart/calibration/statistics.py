@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -484,35 +484,6 @@ def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
     groups = [list(chain.from_iterable(layers[start : start + step])) for start in range(0, len(layers), step)]
     following = [group[0] for group in groups[1:]]
     return [Pass(tuple(group), then) for group, then in zip(groups, [*following, None], strict=True)]
-
-
-def gather(
-    model: PreTrainedModel,
-    batches: Callable[[], Iterable[Batch]],
-    groups: Sequence[Pass],
-    kinds: Collection[StatisticKind],
-    loss: Loss,
-    offload_activations: bool = False,
-    robust: RobustGradients = UNCHANGED,
-) -> Iterator[Statistics]:
-    """Yield the statistics of each group of targets, gathered in a pass of its own over the calibration data.
-
-    Args:
-        batches: function that returns the calibration data; it is called for each pass.
-        groups: groups of targets, as `passes` returns them.
-
-    Raises:
-        ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
-    """
-    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # if it stays true, every error would weigh nothing
-    for number, group in enumerate(groups, 1):
-        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations, robust)
-        gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
-        without_gradient = without_gradient and not any(bool(value.any()) for value in gradients)
-        if without_gradient and number == len(groups):
-            raise ValueError(NO_GRADIENT)
-        yield statistics
-        del statistics  # frees them before the next pass
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

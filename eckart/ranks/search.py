@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from eckart.calibration.statistics import Statistics
-from eckart.model.mlps import Widths, narrowed
+from eckart.model.mlps import narrowed
 from eckart.model.targets import Storage, Target
 from eckart.ranks import RankSearch
-from eckart.ranks.budget import NoRank, Ranks, allowance, stored, total
+from eckart.ranks.budget import NoRank, allowance, stored, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult, losses_of_components
 from eckart.residual import Residual
 from eckart.shaping import Shaping
@@ -33,31 +32,21 @@ class Shaped:
     empty_rows: int
 
 
-@dataclass(frozen=True)
-class ChosenRanks:
+@dataclass(frozen=True, kw_only=True)
+class ChosenRanks(SearchResult):
     """Ranks that a search chose, and the loss predicted for them.
 
     Attributes:
         targets: the targets, each with the recipe's storage, which decides how many parameters a rank costs.
-        ranks: target name → rank; None if the target stays dense.
         predicted_loss: target name → half the squared weighted error after truncation to its rank, ½ Σ_{k>r} S_k²; the
             down layer of a narrowed MLP has the loss of its width besides. None if the search itself reduced the
             weights to their ranks, or if all ranks are 0.
         shaped: result of the shaping, or None if nothing was shaped.
-        changed: whether the search changed the model's weights.
-        remark: a sentence of the search about its choice, or "".
-        widths: the MLPs to narrow.
-        reached: share of the targets' parameters → training steps after which the search first kept no more than it.
     """
 
     targets: tuple[Target, ...]
-    ranks: Ranks
     predicted_loss: dict[str, float] | None
     shaped: Shaped | None
-    changed: bool
-    remark: str
-    widths: Widths
-    reached: Mapping[float, int]
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -101,16 +90,7 @@ def search_ranks(
             + (result.widths[name].loss if name in result.widths else 0.0)
             for name, rank in result.ranks.items()
         }
-    chosen = ChosenRanks(
-        problem.targets,
-        result.ranks,
-        predicted_loss,
-        shaped,
-        result.changed,
-        result.remark,
-        result.widths,
-        result.reached,
-    )
+    chosen = ChosenRanks(**vars(result), targets=problem.targets, predicted_loss=predicted_loss, shaped=shaped)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than keep={keep:g} allows")

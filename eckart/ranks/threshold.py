@@ -267,7 +267,7 @@ class ThresholdSearch(Rule):
 
     def measures(self) -> dict[str, float]:
         """Return the share of parameters that is kept and the mean threshold."""
-        return {"kept": self._share(), "threshold": float(self.values.alpha.detach().mean())}
+        return {"kept": self._share(), "threshold": float(self._alphas().detach().mean())}
 
     def state(self) -> dict[str, Tensor]:
         """Return Σ, the thresholds α, and the shares that were reached, each with its number of steps."""

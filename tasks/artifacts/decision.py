@@ -21,7 +21,8 @@ class Decision(Result):
     """Target → half the weighted squared error after truncation to its rank r: ½ Σ_{k>r} S_k².
 
     S_k are the singular values of the weighted matrix. With the weighting kfac, this estimates the increase of the
-    loss. Null if the search itself reduced the weights to their ranks, or if all ranks are 0.
+    loss. The down target of a narrowed MLP has the loss of its width besides. Null if the search itself reduced the
+    weights to their ranks, or if all ranks are 0.
     """
     parameters_before: int
     parameters_after: int

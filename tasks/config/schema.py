@@ -474,7 +474,9 @@ class Evaluate(Section):
         description="other texts for a language model, by name: {news: {source: news}}; perplexity is measured on each",
     )
     probes: NonNegativeInt = Field(
-        16, description="validation examples on which each target is factorized alone, to measure its loss; 0: none"
+        16,
+        description="validation examples on which each target is factorized alone, to measure how far predictions "
+        "move; 0: none",
     )
     continuation: NonNegativeInt = Field(
         32, description="tokens that a language model reads, then writes, in each of three samples; 0: no samples"

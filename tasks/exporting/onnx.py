@@ -58,7 +58,7 @@ def export_model(name: str, source: Path) -> None:
     """Export the model in the folder `source` to ONNX with float32 and with int8 weights, and save the scores of both.
 
     Args:
-        name: name of the candidate, or `dense` for the original model.
+        name: name of the candidate, `dense` for the original model, or that of the control.
 
     Raises:
         StageError: the model cannot be exported.

@@ -60,13 +60,13 @@ def of_base(source: str, revision: str | None, config: PreTrainedConfig, task: T
     return {name: json.dumps(content, indent=2) for name, content in made.items()} | files
 
 
-def pooling_of(source: str | Path, revision: str | None = None) -> Pooling | None:
+def pooling_of(source: str | Path) -> Pooling | None:
     """Return the pooling of an embedding model; None if `source` is none, or embeds in another way.
 
     Args:
-        source: a folder, or the id of a model on the hub.
+        source: the model's folder.
     """
-    content, modules = (_content(source, name, revision) for name in (_POOLING, _MODULES))
+    content, modules = (_content(source, name, None) for name in (_POOLING, _MODULES))
     known = modules is None or _are_known(json.loads(modules))
     stated = _pooling(json.loads(content)) if content and known else None
     return next((name for name in _FLAGS if name == stated), None)

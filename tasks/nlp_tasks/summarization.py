@@ -148,15 +148,15 @@ class Summarization(NlpTask):
         return rouge(frame["label"].tolist(), [lead(document) for document in frame["text"]])
 
 
-def lead(document: str, sentences: int = 3) -> str:
-    """Return the first sentences of a document, or all of it if it has no more.
+def lead(document: str) -> str:
+    """Return the first three sentences of a document, or all of it if it has no more.
 
     (choice) A sentence ends with `.`, `!` or `?`, and quotes or brackets that close there, before white space that is
     not followed by a small letter. A dot after a single capital letter (J. Smith) or after Mr, Mrs, Ms, Dr, St or Prof
     ends none. A line break is white space like any other.
     """
     ends = [match.end("sentence") for match in _END.finditer(document)]
-    return document[: ends[sentences - 1]] if len(ends) >= sentences else document
+    return document[: ends[2]] if len(ends) >= 3 else document
 
 
 def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:

@@ -123,9 +123,9 @@ def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> 
 
 
 def predictions_svg(results: Results) -> Markup | None:
-    """Draw the measured against the predicted increase of the loss if only one target is factorized, for each target.
+    """Draw, for each target, how far predictions move if it alone is factorized, against the predicted loss.
 
-    Each recipe has a panel. Return None if no increase was measured.
+    Each recipe has a panel. Return None if nothing was measured.
     """
     shown = predicted_and_measured(results)
     if not shown:

@@ -35,7 +35,7 @@ class RuntimeResult:
 
 
 def runtime_results(results: Results) -> list[RuntimeResult]:
-    """Return the results of the original model and each exported candidate in each runtime; [] if none was exported."""
+    """Return the results of original, control and candidates in each runtime, if exported; [] if none was."""
     return [runtime_result(results, name, runtime) for name in results.exports for runtime in TITLES]
 
 

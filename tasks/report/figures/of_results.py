@@ -12,6 +12,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
+from eckart.shaping.pruning import Pruning
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
@@ -119,8 +120,7 @@ def _shaped_over_remaining(results: Results) -> Iterator[Plot]:
 def _share_left(results: Results, candidate: CandidateResults) -> float:
     """Return the share of the weights that shaping leaves for this keep; without shaping, the keep."""
     keep, shaping = float(candidate.keep), results.settings.recipes[candidate.recipe].get("shaping")
-    shares = shaping["remaining"] if shaping else [keep]
-    return float(min((share for share in shares if share >= keep), default=max(shares)))
+    return Pruning.model_validate(shaping).share_at(keep) if shaping else keep
 
 
 def _mean_rank(results: Results, candidate: CandidateResults) -> float:

@@ -281,7 +281,7 @@ def test_the_layers_of_a_block_share_a_threshold():
     assert [layer.gate.count_nonzero().item() for layer in rule.layers] == [4, 4, 4]  # before the step
     rule.before_forward(1)
     assert [layer.gate.count_nonzero().item() for layer in rule.layers] == [1, 1, 4]
-    assert rule.measures()["kept"] == pytest.approx((8 + 8 + 16) / 48)
+    assert rule.measures() == pytest.approx({"kept": (8 + 8 + 16) / 48, "threshold": (1.5 + 1.5 + 0.5) / 3})
     update(rule, [100.0, 3.5])
     assert rule.ranks() == dict.fromkeys(names, 1)
 
