@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -42,7 +42,7 @@ from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_b
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
-from eckart.model.module_context import frozen
+from eckart.model.module_context import frozen, hooked
 from eckart.model.probing import is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
 
@@ -202,16 +202,10 @@ class Collector:
         self.examples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in STATISTIC_KINDS if kind in kinds}
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> AbstractContextManager[None]:
         """Hook all targets while the context lasts."""
         hooks = [module.register_forward_hook(partial(self._forward, layer)) for layer, module in self.modules.items()]
-        hooks += self.routed.hooks()
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return hooked([*hooks, *self.routed.hooks()])
 
     def start(self, batch: Batch) -> None:
         """Begin the next batch. All inputs and gradients of the previous batch must have been added by now."""

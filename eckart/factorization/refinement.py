@@ -49,7 +49,7 @@ from eckart.calibration.losses import Batch, Loss, batch_size
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
-from eckart.model.module_context import frozen
+from eckart.model.module_context import frozen, hooked
 from eckart.model.targets import Product, Target, in_router
 from eckart.training.learning_rate import Schedule, share_of_peak
 
@@ -383,15 +383,11 @@ def gradient_moments(
 
     names = list(blocks)
     hooks = [model.get_submodule(name).register_forward_hook(partial(after, name)) for name in names]
-    try:
-        with frozen(model), torch.enable_grad():
-            for batch in batches:
-                losses = loss(model, batch).reshape(-1).unbind()
-                for number, scalar in enumerate(losses, 1):
-                    scalar.backward(retain_graph=number < len(losses))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), frozen(model), torch.enable_grad():
+        for batch in batches:
+            losses = loss(model, batch).reshape(-1).unbind()
+            for number, scalar in enumerate(losses, 1):
+                scalar.backward(retain_graph=number < len(losses))
     if idle := [name for name in names if name not in sums or not sums[name].any()]:
         raise ValueError(f"{idle[0]}: the loss has no gradient by its outputs: write refine.error: relative")
     return {name: values / values.mean() for name, values in sums.items()}

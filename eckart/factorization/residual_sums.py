@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 
 _ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
@@ -63,12 +63,8 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
         for name, module in model.named_modules()
         if name and name not in names
     ]
-    try:
-        with eval_mode(model), _Additions(added, seen):
-            model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), eval_mode(model), _Additions(added, seen):
+        model(**batch)
     return found
 
 

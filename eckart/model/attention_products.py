@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import float_tensors
 from eckart.model.targets import Product, Target, Targets
 
@@ -107,11 +107,8 @@ class _Probe:
             *(module(name).register_forward_hook(partial(_mix, mixture)) for name, mixture in mixtures.items()),
             *(module(name).register_forward_pre_hook(lambda _, args: values.append(args[0])) for name in readers),
         ]
-        try:
+        with hooked(hooks):
             values += float_tensors(self.model(**self.batch))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return torch.cat([tensor.flatten().double().cpu() for tensor in values])
 
 

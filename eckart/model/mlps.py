@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, row_of
 from eckart.model.layers import narrowed_like, replaced, shape_of
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import shortened
 from eckart.model.targets import Product, Target, Tied, weight_of
 
@@ -67,12 +67,8 @@ def _independent(model: PreTrainedModel, mlps: Sequence[Mlp], twice: Batch) -> l
         test = tests[mlp.down]
         hooks += [model.get_submodule(name).register_forward_hook(test.after_up) for name in mlp.up]
         hooks.append(model.get_submodule(mlp.down).register_forward_pre_hook(test.before_down))
-    try:
-        with eval_mode(model):
-            model(**twice)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), eval_mode(model):
+        model(**twice)
     return [mlp for mlp in mlps if tests[mlp.down].passed]
 
 

@@ -1,12 +1,23 @@
-"""Context managers that change a model temporarily: eval mode, frozen parameters."""
+"""Context managers that change a model temporarily: eval mode, frozen parameters, hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove `hooks` on exit."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

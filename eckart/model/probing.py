@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 
 ATTENTION = "attention_mask"
 """Name of the batch entry that is 0 at padding tokens of the text. The names of other masks end with this name, such as
@@ -136,12 +136,8 @@ class Probe:
             if subclass and not _computes_linear(module, args, output):
                 self._not_linear[name] = f"is a {type(module).__name__}, which does not compute x Wᵀ + b"
 
-        hooks = [module.register_forward_hook(partial(hook, name)) for name, module in self._layers.items()]
-        try:
+        with hooked([module.register_forward_hook(partial(hook, name)) for name, module in self._layers.items()]):
             self._model(**batch)
-        finally:
-            for handle in hooks:
-                handle.remove()
 
     def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
         """Run the model on `batch`, a variant of the probe's batch, and compare each layer's inputs for both batches.

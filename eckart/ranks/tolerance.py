@@ -40,7 +40,7 @@ from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import set_weight
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 from eckart.model.targets import Product, Target
 from eckart.progress import Progress, silent
 from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
@@ -422,12 +422,8 @@ def _run(
         module = model.get_submodule(layer.name)
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
-    try:
-        with eval_mode(model), torch.no_grad():
-            model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), eval_mode(model), torch.no_grad():
+        model(**batch)
 
 
 def _synchronize(tensor: Tensor) -> None:
