@@ -120,12 +120,15 @@ def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str
         target.name: TargetSize(
             rank=ranks.get(target.name),
             rows=rows.get(target.name, 0),
-            # the stored parameters of the linear layers, without biases
+            # the stored parameters of the linear layers, without biases; layers may share one
             parameters=sum(
                 values.numel()
-                for layer in target.layers
-                for part, values in model.get_submodule(layer.name).named_parameters()
-                if not part.endswith("bias")
+                for values in {
+                    values
+                    for layer in target.layers
+                    for part, values in model.get_submodule(layer.name).named_parameters()
+                    if not part.endswith("bias")
+                }
             ),
             loss_alone=alone.get(target.name),
         )

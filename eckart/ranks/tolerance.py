@@ -191,11 +191,10 @@ def grid_ranks(target: Target, count: int) -> list[int]:
 
 def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
     """Return the number of multiply-accumulates of every target's dense module for `batch`, padding included."""
-    rows = {target.name: target.out_features for target in targets}  # both layers of a product have as many outputs
-    counts = dict.fromkeys(rows, 0.0)
+    counts = {target.name: 0.0 for target in targets}
 
-    def count(name: str, x: Tensor) -> None:
-        counts[name] += x.numel() * rows[name]
+    def count(name: str, layer: Target, x: Tensor) -> None:
+        counts[name] += x.numel() * layer.out_features
 
     _run(model, targets, batch, before=count)
     return counts
@@ -211,7 +210,7 @@ def module_seconds(
     started: dict[str, float] = {}
     seconds: list[dict[str, float]] = []
 
-    def start(name: str, x: Tensor) -> None:
+    def start(name: str, _: Target, x: Tensor) -> None:
         _synchronize(x)
         started[name] = time.perf_counter()
 
@@ -413,14 +412,21 @@ def _run(
     model: PreTrainedModel,
     targets: Sequence[Target],
     batch: Batch,
-    before: Callable[[str, Tensor], None],
+    before: Callable[[str, Target, Tensor], None],
     after: Callable[[str, Tensor], None] = lambda name, y: None,
 ) -> None:
-    """Run `model` on `batch`; call `before` with each target's name and input, and `after` with its name and output."""
+    """Run `model` on `batch`, with calls for each layer of a target.
+
+    Args:
+        before: called with the target's name, the layer and its input.
+        after: called with the target's name and the layer's output.
+    """
     hooks: list[Any] = []
     for name, layer in ((target.name, layer) for target in targets for layer in target.layers):
         module = model.get_submodule(layer.name)
-        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
+        hooks.append(
+            module.register_forward_pre_hook(lambda _, args, name=name, layer=layer: before(name, layer, args[0]))
+        )
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     with hooked(hooks), eval_mode(model), torch.no_grad():
         model(**batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,11 @@ def texts(rows: pd.DataFrame) -> pd.DataFrame:
 def zero_shot(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table of lm-eval's zero-shot tasks as text; the original model comes first."""
     names = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
-    factors = {name: 1 if name.endswith(("perplexity", "bits_per_byte")) else 100 for name in names}
+    unbounded = {name for name in names if name.endswith(("perplexity", "bits_per_byte"))}
+    factors = {name: 1 if name in unbounded else 100 for name in names}
     values = _with_dense(rows, {name: f"dense.{name}" for name in names}).set_index(CANDIDATE)[names] * factors
-    texts = values.groupby(CANDIDATE, sort=False).agg(_spread).reset_index()
+    formats = {name: partial(_spread, text=score) if name in unbounded else _spread for name in names}
+    texts = values.groupby(CANDIDATE, sort=False).agg(formats).reset_index()
     return texts.rename(columns=lambda name: name.removeprefix(ZERO_SHOT).replace(".", " "))
 
 

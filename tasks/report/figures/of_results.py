@@ -59,7 +59,8 @@ def _scores(
     x: Callable[[CandidateResults], float] = lambda candidate: float(candidate.keep),
 ) -> Line:
     """Return a metric over `x`, with the interval of its difference from the original model around it."""
-    scored = sorted((each for each in candidates if getattr(each, step) is not None), key=x)
+    present = (each for each in candidates if getattr(each, step) is not None)
+    scored = sorted(present, key=lambda each: (float(each.keep), x(each)))  # measured x may differ in order by seed
     dense = results.metric_of(DENSE_MODEL)
     ends = [results.difference((each.name, step), DENSE_MODEL) for each in scored]
     return Line(

@@ -18,7 +18,7 @@ from eckart.calibration.statistics import collect, mean_loss_times_batch
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.layers import set_weight
-from eckart.model.targets import Target, find_targets, weight_of
+from eckart.model.targets import Target, Tied, find_targets, weight_of
 from eckart.ranks import tolerance
 from eckart.ranks.budget import allowance, cost, largest_rank, total
 from eckart.ranks.tolerance import (
@@ -319,6 +319,14 @@ def test_macs_of_a_shared_layer_are_those_of_all_its_calls():
     for some in targets:
         rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else BATCHES[0]["input_ids"].numel()
         assert macs[some.name] == (3 if some.repeated else 1) * rows * some.parameters
+
+
+def test_macs_of_a_tied_pair_count_a_head_with_an_output_for_each_word():
+    model, batch = tiny.causal_llama(), {"input_ids": torch.ones(2, 7, dtype=torch.long)}
+    targets = find_targets(model, batch, tied=True).targets
+    (tied,) = (target for target in targets if isinstance(target, Tied))
+    words, hidden = model.get_input_embeddings().weight.shape
+    assert module_macs(model, targets, batch)[tied.name] == 2 * 7 * (hidden + hidden * words)
 
 
 class Clocked(nn.Linear):

@@ -909,7 +909,13 @@ def test_the_file_to_ship_is_the_smallest_that_is_good_enough_by_its_own_metric(
     folder = ("torch", "models/finetuned/kfac-0.5", "eckart publish kfac-0.5 USER/NAME")
     onnx = ("onnx", "models/onnx/kfac-0.5/model.onnx", "eckart export kfac-0.5 kfac-0.5.onnx")
     int8 = ("int8", "models/onnx/kfac-0.5/int8.onnx", "eckart export kfac-0.5 kfac-0.5.onnx --int8")
-    for of_onnx, of_int8, wanted in ((0.5, 0.5, folder), (0.8, 0.5, onnx), (0.8, 0.8, int8)):
+    for of_onnx, of_int8, parameters, wanted in (
+        (0.5, 0.5, 950, folder),
+        (0.8, 0.5, 950, onnx),  # of 4,000 bytes
+        (0.8, 0.5, 475, folder),  # in bfloat16, say
+        (0.8, 0.8, 950, int8),
+    ):
+        edit("reports/evaluate/kfac-0.5.json", size=size(parameters))
         make_exports("kfac-0.5", of_onnx, of_int8)
         found = limited(largest_drop=0.2)
         ship = shipping.to_ship(found)
@@ -938,7 +944,7 @@ def test_a_file_is_on_the_frontier_if_none_is_better_and_as_small(places: list[t
 
 
 def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
-    make_study(["svd", "kfac"], [0.5], ["map"])
+    make_study(["svd", "kfac"], [0.5], ["left dense", "map", "another"])
     compare.compare()
     assert sorted(file.name for file in compare.CARDS.iterdir()) == ["kfac-0.5.md", "svd-0.5.md"]
     written = ModelCard.load(compare.CARDS / "kfac-0.5.md")
@@ -949,6 +955,7 @@ def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
     params = YAML(typ="safe").load(Path("params.yaml").read_text())
     stated = YAML(typ="safe").load(written.text.partition("```yaml\n")[2].partition("```")[0])
     assert stated == {"kfac": params["recipes"]["kfac"]}
+    assert "2 of 3 linear layers" in written.text
     assert re.search(r"^\| kfac-0\.5 \| 0\.660 \|", written.text, re.MULTILINE)
     assert re.search(r"^\| trivial baseline \| 0\.500 \|", written.text, re.MULTILINE)
     assert "AutoModelForSequenceClassification.from_pretrained" in written.text

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree
@@ -28,7 +29,7 @@ from tasks.report.figures.of_results import plots_of
 from tasks.report.figures.of_weights import Weights, middle, spectra
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Pattern, Plot, labels_of, mean_over_seeds
 from tasks.report.page import page
-from tasks.report.results import DENSE, Results, load_results
+from tasks.report.results import DENSE, CandidateResults, Results, load_results
 from tasks.report.target_names import kind_in_layer
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 
@@ -153,6 +154,19 @@ def test_no_mark_is_cut_off_and_small_numbers_share_a_power_of_ten(monkeypatch: 
     (single,) = kept[1].axes
     assert single.xaxis.get_offset_text().get_text().startswith("1e")
     assert not any("e" in label.get_text() for label in single.get_xticklabels())
+
+
+def test_the_points_of_a_line_over_measured_speed_are_in_the_order_of_keep(results: Results) -> None:
+    """So that the seeds' lines have the same candidates at the same places."""
+
+    def faster(candidate: CandidateResults, speed: float) -> CandidateResults:
+        times = candidate.benchmark.speedup.model_copy(update={"median": speed})
+        return replace(candidate, benchmark=candidate.benchmark.model_copy(update={"speedup": times}))
+
+    for speeds in ({"svd-0.25": 1.2, "svd-0.5": 1.1}, {"svd-0.25": 1.1, "svd-0.5": 1.2}):
+        noisy = [faster(each, speeds.get(each.name, 1.0)) for each in results.candidates]
+        plots = {plot.name: plot for plot in plots_of(replace(results, candidates=noisy))}
+        assert plots["score-over-speed"].panels[""]["svd"].x == tuple(speeds.values())
 
 
 def test_seeds_are_averaged_point_by_point_as_far_as_all_have_them() -> None:
