@@ -36,7 +36,7 @@ SHAPES = ((768, 768), (768, 3072))
 
 
 def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
-    """Run all jobs once in each round; return the seconds of each job in each round."""
+    """Run all jobs once in each round; return the seconds of each job in each round, without warm-up rounds."""
     forwards = {number: lambda _, job=job: job() for number, job in enumerate(jobs)}
     return list(in_rounds(forwards, {}, RUNS).values())
 

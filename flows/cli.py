@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
@@ -360,7 +361,7 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 @contextmanager
 def _ended_with_words() -> Iterator[None]:
-    """If Ctrl-C or the loss of Prefect's server ends the block, print that finished stages are kept.
+    """If a signal or the loss of Prefect's server ends the block, print that finished stages are kept.
 
     If the server was lost, also end the process.
     """
@@ -368,12 +369,13 @@ def _ended_with_words() -> Iterator[None]:
 
     try:
         yield
-    except KeyboardInterrupt:
-        print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as ending:
+        if not isinstance(ending, SystemExit) or ending.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
         cause = redaction.redact(str(error))
-        print(f"Prefect's server is gone ({cause}). Finished stages are kept: start it and run again.", file=sys.stderr)
+        print(f"Prefect's server is gone ({cause}). Finished stages are kept: run again.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event
 
@@ -400,7 +402,6 @@ def serve(
 ) -> None:
     """Run the study on a schedule, one run at a time, until Ctrl-C."""
     options = Options(workers, timeout, task_runner, scheduler)
-    settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
     from tasks.config import validation
 

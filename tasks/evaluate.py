@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eckart.factorization.single_target_ablation import losses_alone
 from eckart.model.experts import unfuse
 from eckart.model.layers import factorized, residual_rows
-from eckart.model.targets import Target, Targets
+from eckart.model.targets import Target, Targets, Tied
 from eckart.ranks.budget import allowance
 from eckart.recipe_parts import Source
 from tasks.artifacts.decision import Decision, load_decision
@@ -120,15 +120,12 @@ def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str
         target.name: TargetSize(
             rank=ranks.get(target.name),
             rows=rows.get(target.name, 0),
-            # the stored parameters of the linear layers, without biases; layers may share one
+            # the stored parameters of the linear layers, without biases; a tied head has no weight of its own
             parameters=sum(
                 values.numel()
-                for values in {
-                    values
-                    for layer in target.layers
-                    for part, values in model.get_submodule(layer.name).named_parameters()
-                    if not part.endswith("bias")
-                }
+                for layer in ((target,) if isinstance(target, Tied) else target.layers)
+                for part, values in model.get_submodule(layer.name).named_parameters()
+                if not part.endswith("bias")
             ),
             loss_alone=alone.get(target.name),
         )

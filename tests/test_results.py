@@ -68,6 +68,7 @@ def test_the_table_of_files_is_that_of_the_rows() -> None:
     )
     (line,) = [line for line in results.ship().splitlines() if line.startswith("| keep 0.33 |")]
     assert line.startswith(f"| keep 0.33 | {rounded(own.bytes.mean() / 1e6)} | {accuracy} |")
+    assert f"| {rounded(own['8x64.of_same'].median(), 2)} to " in line
 
 
 def test_a_number_within_a_sentence_is_replaced_and_a_wrong_name_is_named() -> None:

@@ -203,7 +203,7 @@ class Collector:
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in STATISTIC_KINDS if kind in kinds}
 
     def attached(self) -> AbstractContextManager[None]:
-        """Hook all targets while the context lasts."""
+        """Hook all targets now, until the returned context ends."""
         hooks = [module.register_forward_hook(partial(self._forward, layer)) for layer, module in self.modules.items()]
         return hooked([*hooks, *self.routed.hooks()])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
-def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove `hooks` on exit."""
+def hooked(hooks: Collection[RemovableHandle]) -> Iterator[None]:
+    """Remove `hooks`, which are registered already, on exit."""
     try:
         yield
     finally:

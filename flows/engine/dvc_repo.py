@@ -45,6 +45,10 @@ class _WholeObjects(StageCache):
         return super()._create_stage(cache, wdir)
 
     def _load_cache(self, key: str, value: str | None) -> Any:
+        if not value:  # the folder has no entries; DVC's own code fails on this
+            return None
         with suppress(PermissionError):  # in a shared cache, the entry may belong to another user
-            return super()._load_cache(key, value) if value else None  # DVC's own code fails if a folder has no entries
+            if not value.endswith(".tmp"):
+                return super()._load_cache(key, value)
+            Path(self._get_cache_path(key, value)).unlink()  # DVC left it when it was killed or the disk was full
         return None

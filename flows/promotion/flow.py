@@ -89,18 +89,19 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
 def rollback() -> str:
     """Make the predecessor of the champion the champion again, and return a message for the user.
 
+    If the champion's version was deleted, its predecessor is the version that was promoted last.
+
     Raises:
         NothingBefore: there is no champion, or it has no predecessor; the champion stays.
+        RegistryLost: the registry has no champion and no earlier one, although this workspace has had one.
         SmokeFailed: the predecessor does not answer; or an interrupted promotion had set a champion that does not
             answer, and was undone.
     """
-    with versions.connected(validation.typed_section("promotion").model) as models:
+    with versions.connected(validation.typed_section("promotion").model, first=True) as models:
         models.settle()
         before, after = models.roll_back()
-    return (
-        f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
-        "only `promote --again` promotes it again."
-    )
+    rolled_back = f" Version {before} is rolled back: only `promote --again` promotes it again." if before else ""
+    return f"Version {after} of {models.name} is the champion again.{rolled_back}"
 
 
 def _terms() -> Terms:
@@ -125,14 +126,14 @@ def _show(model: str, decision: str, checked: Sequence[Gate]) -> None:
 
 def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> PromotionResult:
     log = get_run_logger()
+    candidate = choose(name)  # before the lock: it waits for a running stage, and a rollback must not
+    if not name:
+        log.info("%s is the best on validation examples within the limits of promotion", candidate.name)
     with versions.connected(terms.wanted.model, first) as models:
         try:
             models.settle()
         except SmokeFailed as error:
             log.warning("left by an earlier promotion: %s", error)
-        candidate = choose(name)
-        if not name:
-            log.info("%s is the best on validation examples within the limits of promotion", candidate.name)
         if result := _champion_already(candidate, models.champion()):
             return result
         log.info("registering %s", candidate.name)

@@ -155,10 +155,16 @@ class Registry:
 
         Raises:
             RegistryLost: there is no champion, although this workspace has had one, and `first` is False.
+            RegistryError: there is no champion, but versions that were, and `first` is False.
         """
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
                 self._note(str(champion.version))
+        elif not first and (promoted := self._promoted()):
+            raise RegistryError(
+                f"{self.name} has no champion: its version or alias was deleted. `eckart promote --rollback` makes "
+                f"version {promoted[-1].version} the champion, and `eckart promote --first` promotes a candidate"
+            )
         elif not first and (had := self._last_known_champion()):
             raise RegistryLost(
                 f"the model registry at {_place()} has no champion of {self.name}, but this workspace has had {had}. "
@@ -303,19 +309,27 @@ class Registry:
             self._confirm(str(champion.version))
         self._follow()
 
-    def roll_back(self) -> tuple[str, str]:
+    def roll_back(self) -> tuple[str | None, str]:
         """Make the predecessor of the champion the champion again, if it answers.
 
         Returns:
-            The version numbers of the champion before and after the rollback.
+            The version numbers of the champion before and after the rollback. The first is None if that version was
+            deleted; the second then is the version that was promoted last.
 
         Raises:
             SmokeFailed: the predecessor does not answer; nothing was changed.
             NothingBefore: there is no champion, or it has no predecessor.
+            RegistryLost: there is no champion and no earlier one, although this workspace has had one.
         """
         champion = self.champion()
         if not champion:
-            raise NothingBefore(f"{self.name} has no champion: there is nothing to go back from")
+            if not (promoted := self._promoted()):
+                self.look_for_champion(first=False)
+                raise NothingBefore(f"{self.name} has no champion: there is nothing to go back from")
+            last = str(promoted[-1].version)
+            self.smoke(f"/{last}")
+            self._move(last)
+            return None, last
         if not (before := self.before(champion)):
             raise NothingBefore(
                 f"version {champion.version} of {self.name} replaced none: there is nothing to go back to"

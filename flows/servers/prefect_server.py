@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -120,7 +120,7 @@ def use_temporary() -> None:
 
 @contextmanager
 def prefect_server() -> Iterator[str]:
-    """Yield the URL of the API of the user's server; if none is named, start one that runs while the block runs.
+    """Yield the URL of the API of the server that the user names, or of ours if one runs; else start one for the block.
 
     Raises:
         ServerError: the user's server does not answer, or the new one does not start.
@@ -128,9 +128,10 @@ def prefect_server() -> Iterator[str]:
     if address := require():
         yield address
         return
-    auth = access_key.auth_string()
-    with started(PORT, pages=True, auth=auth) as own, _used(own, auth):
-        yield f"{own}/api"
+    auth, ours = access_key.auth_string(), settings.PREFECT_ADDRESS
+    running = nullcontext(ours) if is_ours(ours) else started(PORT, pages=True, auth=auth)
+    with running as address, _used(address, auth):
+        yield f"{address}/api"
 
 
 @contextmanager

@@ -103,10 +103,10 @@ class TargetSize(Result):
         rank: null if the target is dense.
         rows: number of rows of the residual that are stored beside the factors.
         parameters: number of stored parameters, without the bias and without the indices of rows or pivots.
-        loss_alone: how far the original model's predictions move if only this target is replaced with its factors: KL
-            divergence or squared error on evaluate.probes examples (eckart/factorization/single_target_ablation.py),
-            which estimates the increase of the loss. Null if it was not measured: for
-            example if the target is dense, or if weights other than the original model's were factorized.
+        loss_alone: how far the original model's predictions move if only this target is replaced with its factors
+            (eckart/factorization/single_target_ablation.py): the KL divergence or the squared error on evaluate.probes
+            examples. It estimates the increase of the loss. Null if it was not measured: for example if the target is
+            dense, or if weights other than the original model's were factorized.
     """
 
     rank: int | None

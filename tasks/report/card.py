@@ -20,14 +20,14 @@ from tasks.runtime.templates import template
 
 def card(results: Results, candidate: CandidateResults) -> str:
     """Return the model card: metadata for the hub, then Markdown. It contains no date and no machine name."""
-    kept = {name for name, rank in candidate.decision.ranks.items() if rank is None} - candidate.decision.narrowed
+    dense = {name for name, rank in candidate.decision.ranks.items() if rank is None} - candidate.decision.narrowed
     return template(Path(__file__).with_name("card.md.j2")).render(
         metadata=_metadata(results, candidate).to_yaml(),
         results=results,
         metric=results.metric,
         candidate=candidate,
         layers=sum(len(target.layers) for target in results.targets),
-        changed=sum(len(target.layers) for target in results.targets if target.name not in kept),
+        changed=sum(len(target.layers) for target in results.targets if target.name not in dense),
         rows=[*reference_rows(results), row(results, candidate)],
         only_answer=results.only_answers.get(candidate.after),
         files=[file for file in runtime_rows(results) if file.name in ("dense", CONTROL_NAME, candidate.name)]

@@ -78,7 +78,7 @@ def best_of(items: Sequence[Item], cost: Callable[[Item], float], goodness: Call
 
 
 def _runs(results: Results, cost: Cost) -> Iterator[RuntimeResult]:
-    """Yield all files. An ONNX file in float32 has the size of its folder, so only its time is of interest."""
+    """Yield all files. An ONNX file in float32 has about the size of a folder in float32, so only its time counts."""
     names = [candidate.name for candidate in results.candidates]
     for name in ("dense", CONTROL_EXPORT, *names):
         yield runtime_result(results, name, "torch")

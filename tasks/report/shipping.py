@@ -1,8 +1,8 @@
-"""Choose the file to ship: of the candidate that a promotion takes, the smallest file whose own metric is good enough.
+"""Choose the file to ship of the candidate that a promotion takes: the smallest file that is good enough.
 
 A file in int8 or for onnxruntime is good enough if its own metric is non-inferior to the original model and to the
-control, by the same rule as the candidate itself (tasks/report/non_inferiority.py). The Hugging Face folder always is.
-An ONNX file, which needs no Python, may be 10 % larger than the folder.
+control, by the same rule as the candidate itself (tasks/report/non_inferiority.py). The Hugging Face folder is the
+candidate itself. An ONNX file runs without Eckart, so it is also taken if it is up to 10 % larger than the folder.
 """
 
 from __future__ import annotations

@@ -14,12 +14,11 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForSequenceClassification
 
 import eckart
-from eckart.model.targets import Tied, find_targets
 from tasks.artifacts.decision import load_decision
 from tasks.artifacts.paths import FACTORIZED
 from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches, encoded
-from tasks.evaluate import EvaluationParts, _sizes
+from tasks.evaluate import EvaluationParts
 from tasks.factorize import FactorizationParts
 from tasks.finetune import RecoveryParts
 from tasks.models.model_io import TEACHER, load
@@ -27,7 +26,6 @@ from tasks.nlp_tasks import kind_of
 from tasks.search import SearchParts
 from tasks.training.checkpoints import CHECKPOINTS
 from tasks.training.refined_blocks import RefinedBlocks
-from tests import tiny
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace
 
 
@@ -89,11 +87,3 @@ def _killed_after(save: Any) -> Any:
 def test_a_stage_reads_the_parts_of_a_recipe_that_dvc_watches(stage: str, parts: type[BaseModel]) -> None:
     described = YAML(typ="safe").load(REPOSITORY / "dvc.yaml")["stages"][stage]["params"]
     assert set(re.findall(r"recipes\.\$\{item\.recipe\}\.(\w+)", str(described))) == set(parts.model_fields)
-
-
-def test_a_tied_weight_that_stays_dense_counts_once() -> None:
-    model = tiny.causal_llama()
-    targets = find_targets(model, {"input_ids": torch.ones(2, 7, dtype=torch.long)}, tied=True).targets
-    for target, size in zip(targets, _sizes(model, targets, {}).values(), strict=True):
-        assert (size.rank, size.parameters) == (None, target.parameters)
-    assert any(isinstance(target, Tied) for target in targets)

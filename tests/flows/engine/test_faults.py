@@ -107,14 +107,18 @@ def kill(root: Path, stage: str, environment: dict[str, str]) -> None:
 
 def terminate(root: Path, stage: str, environment: dict[str, str]) -> None:
     """End a flow that has a temporary server, which ends with it; a forked process would not do what an exit does."""
-    flow = subprocess.Popen([sys.executable, "-m", "flows", "run"], cwd=root, env=environment)
+    flow = subprocess.Popen(
+        [sys.executable, "-m", "flows", "run"], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
+    )
     until(lambda: begun(root, stage) or flow.poll() is not None)
     threads = Path(f"/proc/{flow.pid}/task").glob("*/children")
     children = [Path("/proc", pid) for children in threads for pid in children.read_text().split()]
     servers = [child for child in children if b"guarded_prefect" in (child / "cmdline").read_bytes()]
     assert servers
     flow.terminate()
-    assert flow.wait(timeout=600)
+    _, said = flow.communicate(timeout=600)
+    assert flow.returncode
+    assert "Finished stages are kept" in said
     assert not any(server.exists() for server in servers)
 
 

@@ -473,13 +473,19 @@ stages:
 """
 
 
-def test_a_folder_of_the_run_cache_that_has_lost_its_entry_is_filled_again(workspace: Path) -> None:
+@pytest.mark.parametrize("ends_before", [None, b"outs", b"- path: out/two"])
+def test_a_folder_of_the_run_cache_without_a_whole_entry_is_filled_again(
+    workspace: Path, ends_before: bytes | None
+) -> None:
+    """It is empty, or has what DVC left when it was killed in writing."""
     (workspace / "dvc.yaml").write_text(TWO)
     run_all(workspace)
     expected = entries(workspace)
     (entry,) = (path for path in (workspace / ".dvc/cache/runs").rglob("*") if path.is_file())
     whole = entry.read_bytes()
     entry.unlink()
+    if ends_before:
+        entry.with_name(".x.tmp").write_bytes(whole[: whole.index(ends_before)])
     for folder in ("out", ".dvc/cache/computed"):
         shutil.rmtree(workspace / folder)
     (workspace / "dvc.lock").unlink()

@@ -102,6 +102,20 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
     assert [ROLLED_BACK in models.version(number).tags for number in "123"] == [False, True, True]
 
 
+def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models: Registry) -> None:
+    promote(models, "1", "2", "3")
+    assert models.roll_back() == ("3", "2")
+    models.client.delete_model_version("m", "2")
+    with pytest.raises(RegistryError, match=r"--rollback.* \b1\b.*--first"):
+        models.look_for_champion(first=False)
+    models.settle()
+    assert models.roll_back() == (None, "1")
+    assert models.aliases() == {CHAMPION: "1"}
+    models.client.delete_model_version("m", "1")
+    with pytest.raises(RegistryLost):  # as far as this workspace knows
+        models.roll_back()
+
+
 def test_a_version_promoted_twice_counts_from_the_last_time(models: Registry) -> None:
     promote(models, "1", "2", "1")
     assert models.before(models.version("1")) == "2"

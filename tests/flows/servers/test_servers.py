@@ -452,6 +452,18 @@ class TestMessages:
         assert str(home / DATABASE) in message
         assert "full" in message
 
+    def test_a_schedule_that_joined_the_server_of_the_pages_starts_its_own_when_that_is_gone(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running = True
+        monkeypatch.setattr(prefect_server, "is_ours", lambda _: running)
+        monkeypatch.setattr(prefect_server, "started", lambda *_, **__: nullcontext("http://127.0.0.1:9"))
+        for expected in (settings.PREFECT_ADDRESS, "http://127.0.0.1:9"):
+            with prefect_server.prefect_server() as address:
+                assert address == os.environ["PREFECT_API_URL"] == f"{expected}/api"
+            assert "PREFECT_API_URL" not in os.environ
+            running = False
+
     def test_another_program_on_the_port_is_no_prefect(
         self, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -955,7 +955,7 @@ def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
     params = YAML(typ="safe").load(Path("params.yaml").read_text())
     stated = YAML(typ="safe").load(written.text.partition("```yaml\n")[2].partition("```")[0])
     assert stated == {"kfac": params["recipes"]["kfac"]}
-    assert "2 of 3 linear layers" in written.text
+    assert "2 of 3 target layers" in written.text
     assert re.search(r"^\| kfac-0\.5 \| 0\.660 \|", written.text, re.MULTILINE)
     assert re.search(r"^\| trivial baseline \| 0\.500 \|", written.text, re.MULTILINE)
     assert "AutoModelForSequenceClassification.from_pretrained" in written.text
