@@ -650,6 +650,7 @@ def export(
     """
     if dense and int8:
         raise EckartError("--dense and --int8 contradict each other: give only one")
+    _refuse_old(candidate)
     if dense:
         from tasks.exporting.merged_checkpoint import to_plain  # slow imports, not for --help
 
@@ -659,6 +660,20 @@ def export(
 
     is_file = int8 or target.suffix == ".onnx"
     print(to_onnx(candidate, target, int8) if is_file else to_onnx_folder(candidate, target))
+
+
+def _refuse_old(candidate: str) -> None:
+    """Raise if the workspace has a model of this name that its study does not make, or not like this."""
+    from tasks.artifacts.paths import FINETUNED  # slow imports, not for --help
+
+    if not (FINETUNED / candidate).is_dir():
+        return
+    from flows.engine import nothing_to_do
+
+    try:
+        nothing_to_do.plan_with(candidate)
+    except EckartError as error:
+        raise EckartError(f"{error}. To export the folder as it is, name {FINETUNED / candidate}") from error
 
 
 @_command("Ship", "eckart publish kfac-0.33 me/my-model --dry-run", "eckart publish kfac-0.33 me/my-model --private")

@@ -1,4 +1,4 @@
-"""The shortcut for a study that is up to date: only record results that MLflow lacks, without starting Prefect."""
+"""What is up to date in a study, and the shortcut if all is: only record results that MLflow lacks, without Prefect."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from flows.engine import stage_results, stages
 from flows.engine.locks import WorkspaceUnusable
 from flows.engine.stages import Outcome, Planned
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import stage_name
 from tasks.artifacts.paths import COMPARISON_TEXT
 from tasks.config import validation
 
@@ -22,6 +24,24 @@ def plan() -> list[Planned]:
     planned = stages.plan()
     if not any(Path(path).match(str(COMPARISON_TEXT)) for stage in planned for path in stage.writes):
         raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON_TEXT}: `git checkout dvc.yaml`")
+    return planned
+
+
+def plan_with(candidate: str, *others: str) -> dict[str, Planned]:
+    """Return the stages of the study by name, if `candidate` belongs to it and is up to date.
+
+    Args:
+        others: stages that must be up to date, too, if the study has them.
+
+    Raises:
+        EckartError: there is no such candidate, or a stage is not up to date.
+    """
+    planned, finetuned = {stage.name: stage for stage in plan()}, stage_name("finetune", candidate)
+    if finetuned not in planned:
+        candidates = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
+        raise EckartError(f"there is no candidate {candidate}; the candidates are {', '.join(candidates)}")
+    if stale := [name for name in (finetuned, *others) if name in planned and not planned[name].cached]:
+        raise EckartError(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     return planned
 
 

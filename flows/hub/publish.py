@@ -67,13 +67,8 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
 
 
 def _files(candidate: str) -> dict[str, Path]:
-    planned = {stage.name: stage for stage in nothing_to_do.plan()}
-    finetuned, exported = stage_name("finetune", candidate), stage_name("export", candidate)
-    if finetuned not in planned:
-        candidates = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
-        raise EckartError(f"there is no candidate {candidate}; the candidates are {', '.join(candidates)}")
-    if stale := [name for name in (finetuned, exported, "compare") if name in planned and not planned[name].cached]:
-        raise EckartError(f"{', '.join(stale)} is not up to date: run `eckart run` first")
+    exported = stage_name("export", candidate)
+    planned = nothing_to_do.plan_with(candidate, exported, "compare")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})
     files = {
         f"{prefix}{file.relative_to(folder)}": file

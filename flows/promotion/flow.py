@@ -36,6 +36,7 @@ from tasks.config import validation
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
 from tasks.report.choose_candidate import Gate
+from tasks.report.numbers import counted
 from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
@@ -185,7 +186,7 @@ def choose(name: str | None = None) -> Recorded:
     # The stage `compare` may be stale: the report only shows the choice, and new limits apply without a new report.
     if stale := [stage.name for stage in planned if not stage.cached and stage.name != "compare"]:
         listed = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
-        raise Refused(f"{len(stale)} stages are not up to date ({listed}): run `eckart run` first")
+        raise Refused(f"{counted(len(stale), 'stage')} not up to date ({listed}): run `eckart run` first")
     results = load_results()
     names = [candidate.name for candidate in results.candidates]
     if name and name not in names:

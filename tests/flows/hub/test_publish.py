@@ -1,4 +1,4 @@
-"""Publishing: which files of a candidate go to the hub."""
+"""Publishing: which files of a candidate go to the hub; what is not of the study is neither published nor exported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.engine import nothing_to_do
 from flows.hub.publish import publish
+from tasks.artifacts.errors import EckartError
 from tests.flows.hub import TOKEN, hub
 
 
@@ -41,3 +44,18 @@ def test_weights_of_another_candidate_go(tmp_path: Path, monkeypatch: pytest.Mon
         removed = publish("kfac-0.5", "user/small").removed
     assert set(there.repositories["user/small"]) == {*parts, *own, "README.md"}
     assert set(removed) == {"model.safetensors", "onnx/model.onnx"}
+
+
+@pytest.mark.parametrize(("stage", "word"), [("finetune@kf-0.5", "kf-0.5"), ("finetune@kfac-0.5", "eckart run")])
+def test_a_candidate_that_the_study_does_not_make_any_more_is_refused(
+    stage: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recipe was renamed, or edited; the old folder can be exported by its path."""
+    candidate(tmp_path, monkeypatch, "config.json")
+    monkeypatch.setattr(nothing_to_do, "plan", lambda: [SimpleNamespace(name=stage, cached=None)])
+    with pytest.raises(EckartError, match=word):
+        publish("kfac-0.5", "user/small", dry_run=True)
+    for options in ([], ["--int8"], ["--dense"]):
+        refused = CliRunner().invoke(app, ["export", "kfac-0.5", "new.onnx", *options])
+        assert word in str(refused.exception)
+        assert "models/finetuned/kfac-0.5" in str(refused.exception)

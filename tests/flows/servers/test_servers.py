@@ -464,6 +464,10 @@ class TestMessages:
             assert "PREFECT_API_URL" not in os.environ
             running = False
 
+    def test_the_two_pages_have_ports_of_their_own(self) -> None:
+        with pytest.raises(ServerError, match=r"\b4201\b"):
+            show_pages(Console(), 4201, 4201)
+
     def test_another_program_on_the_port_is_no_prefect(
         self, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
