@@ -1,4 +1,4 @@
-"""What is up to date in a study, and the shortcut if all is: only record results that MLflow lacks, without Prefect."""
+"""The plan of a study, and the shortcut if it is up to date: only record results that MLflow lacks, without Prefect."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ def test_a_candidate_that_the_study_does_not_make_any_more_is_refused(
 ) -> None:
     """Its recipe was renamed, or edited; the old folder can be exported by its path."""
     candidate(tmp_path, monkeypatch, "config.json")
+    Path("dvc.yaml").touch()
     monkeypatch.setattr(nothing_to_do, "plan", lambda: [SimpleNamespace(name=stage, cached=None)])
     with pytest.raises(EckartError, match=word):
         publish("kfac-0.5", "user/small", dry_run=True)
