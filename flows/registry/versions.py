@@ -324,7 +324,7 @@ class Registry:
         champion = self.champion()
         if not champion:
             if not (promoted := self._promoted()):
-                self.look_for_champion(first=False)
+                self.look_for_champion(first=False)  # raises if the registry was lost
                 raise NothingBefore(f"{self.name} has no champion: there is nothing to go back from")
             last = str(promoted[-1].version)
             self.smoke(f"/{last}")

@@ -54,7 +54,8 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
     """
     usual = [urlsplit(address).port or 0 for address in (settings.PREFECT_ADDRESS, settings.MLFLOW_ADDRESS)]
     ports = [port or usual[0], mlflow_port or usual[1]]
-    if ports[0] == ports[1]:
+    elsewhere = get_current_settings().api.url or database.address().startswith("http")
+    if ports[0] == ports[1] and not elsewhere:
         raise access_key.ServerError(f"both pages have port {ports[0]}: give --port and --mlflow-port different ones")
     with terminable(), ExitStack() as stack:
         try:
