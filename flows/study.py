@@ -230,23 +230,36 @@ def _run(options: Options) -> list[Outcome]:
                 "Run again to continue"
             )
         failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
-        # messages of our own stages begin with the stage's name, and messages of shell commands do not
-        causes = {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
-        result = list(finished.values()) if complete else causes
+        result = list(finished.values()) if complete else _causes(failures)
         _show_on_page(typed["study"].name, mirror, result, progress.lines, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
-        changed = all(state.name == _CHANGED for state in failures.values())
-        advice = "The next run uses the new state" if changed else "Fix the cause and run again"
-        waiting = len(planned) - len(finished) - len(causes)
-        lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
-        them = "it" if len(causes) == 1 else "them"
-        raise (StudyChanged if changed else StudyFailed)(
-            f"{counted(len(causes), 'stage')} failed, {waiting} need {them} and did not run, "
-            f"{len(finished)} are finished and kept:\n{lines}\n{advice}: only unfinished stages will run."
-        )
+        raise _failure(failures, len(finished), len(planned))
     return list(finished.values())
+
+
+def _causes(failures: Mapping[str, State[Outcome]]) -> dict[str, str]:
+    # messages of our own stages begin with the stage's name, and messages of shell commands do not
+    return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
+
+
+def _failure(failures: Mapping[str, State[Outcome]], finished: int, planned: int) -> StudyFailed:
+    """Return the error that names the failed stages and their causes, and says what to do.
+
+    Args:
+        failures: stage → final state.
+        finished, planned: number of stages that finished, and of all stages.
+    """
+    changed = all(state.name == _CHANGED for state in failures.values())
+    advice = "The next run uses the new state" if changed else "Fix the cause and run again"
+    waiting = planned - finished - len(failures)
+    lines = "\n".join(f"  {name}: {cause}" for name, cause in _causes(failures).items())
+    them = "it" if len(failures) == 1 else "them"
+    return (StudyChanged if changed else StudyFailed)(
+        f"{counted(len(failures), 'stage')} failed, {waiting} need {them} and did not run, "
+        f"{finished} are finished and kept:\n{lines}\n{advice}: only unfinished stages will run."
+    )
 
 
 def _show_on_page(

@@ -71,6 +71,9 @@ def evaluate(recipe: str, keep: str) -> None:
     scores, predictions = scorer.all_scores(model, tokenizer, "recovered")
     if not trained:  # the factorized model computes the same; only the storage may be another
         before, texts_before = Scored(scores.score, predictions["test"]), scores.texts
+    parameters = sum(size.parameters for size in sizes.values())
+    if parameters > (allowed := allowance(targets, float(keep))):
+        raise StageError(f"the targets keep {parameters} parameters, more than the {allowed} of keep={keep}")
     result = Evaluation(
         shaped=shaped,
         factorized=before and before.score,
@@ -82,12 +85,8 @@ def evaluate(recipe: str, keep: str) -> None:
         factorized_texts=texts_before,
         continuations=scores.continuations,
         targets=sizes,
-        target_parameters=sum(size.parameters for size in sizes.values()),
+        target_parameters=parameters,
     )
-    if result.target_parameters > (allowed := allowance(targets, float(keep))):
-        raise StageError(
-            f"the targets keep {result.target_parameters} parameters, more than the {allowed} of keep={keep}"
-        )
     unrecovered: dict[str, Predictions] = {"factorized": {"test": before.predictions}} if before else {}
     write_predictions(name, unrecovered | {"recovered": predictions})
     EVALUATIONS.mkdir(parents=True, exist_ok=True)

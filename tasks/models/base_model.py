@@ -65,19 +65,11 @@ def load_base(params: Model, task: Task) -> Base:
     with ExitStack() as stack:
         source, extra = located(params.base, stack)
         try:
-            options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
-            if Path(source, "adapter_config.json").exists():
-                raise ValueError(f"it holds adapters: {MERGE_FIRST}")
-            config = AutoConfig.from_pretrained(source, **options)
-            if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
-                raise ValueError(
-                    f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
-                )
-            if not extra:
-                check_unquantized(config)
+            config = _load_config(source, params.revision, extra)
             # Load all files from one commit, even if the hub gets a new one meanwhile.
-            options["revision"] = getattr(config, "_commit_hash", None) or params.revision
-            check_weights(source, config, options["revision"])
+            revision = getattr(config, "_commit_hash", None) or params.revision
+            options: dict[str, Any] = {"revision": revision, "trust_remote_code": False, **extra}
+            check_weights(source, config, revision)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
@@ -93,8 +85,8 @@ def load_base(params: Model, task: Task) -> Base:
                 **kind.head(),
             )
             check_base(model)
-            terms = model_license.of_base(params.base, source, options["revision"], **extra)
-            files = sentence_files.of_base(source, options["revision"], config, task)
+            terms = model_license.of_base(params.base, source, revision, **extra)
+            files = sentence_files.of_base(source, revision, config, task)
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
@@ -109,6 +101,27 @@ def load_base(params: Model, task: Task) -> Base:
     check_complete(model, lost, loading["unexpected_keys"], f"model.base {params.base}")
     head = task_head.adapt(model, config, task, loading)
     return Base(model, tokenizer, terms, fit, head, files, has_head=not task_head.is_new(model, loading))
+
+
+def _load_config(source: str, revision: str | None, extra: Mapping[str, str]) -> PreTrainedConfig:
+    """Load the config of a base model.
+
+    Args:
+        extra: option `gguf_file` of a GGUF file, whose packed weights are read in full precision.
+
+    Raises:
+        ValueError: the model has adapters, is quantized, or asks for code.
+    """
+    if Path(source, "adapter_config.json").exists():
+        raise ValueError(f"it holds adapters: {MERGE_FIRST}")
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False, **extra)
+    if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
+        raise ValueError(
+            f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
+        )
+    if not extra:
+        check_unquantized(config)
+    return config
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
