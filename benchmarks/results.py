@@ -637,7 +637,7 @@ def readme() -> str:
             size = f"{megabytes(task, model)} MB"
             lines.append([name, size, accuracy(task, model), of_default(task, model), across(task, model)])
     heads = ["int8 ONNX file", "size", "accuracy, %", "speed vs. `quantize_dynamic`"]
-    return markdown([*heads, "speed vs. original, Eckart's int8"], lines)
+    return markdown([*heads, "speed vs. original's int8 by Eckart"], lines)
 
 
 def claims() -> dict[str, str]:

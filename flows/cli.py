@@ -203,7 +203,7 @@ def run(
     goals: Annotated[
         bool,
         typer.Option(
-            "--goals", help="Then try more values of keep, until study.goals are met as closely as the data can show."
+            "--goals", help="Try more values of keep, until study.goals are met as closely as the data can show."
         ),
     ] = False,
     quiet: Annotated[
@@ -289,7 +289,7 @@ def table(
 
     non_inferior: whether the test examples show that best loses at most promotion.largest_drop.
 
-    alternative: the smallest candidate for which they show this, if it is another one; else null.
+    alternative: the smallest non-inferior candidate that is small and fast enough, if it is not best; else null.
 
     candidates: a list of objects with name, recipe, keep, metric, before_fine_tuning (the metric then), from_original
     and from_control (low and high of the 95 % interval of the difference), the sizes as in original, speedup (median,
@@ -395,7 +395,9 @@ def serve(
     timeout: Timeout = None,
     task_runner: TaskRunner = "threads",
     scheduler: Scheduler = None,
-    promote: Annotated[bool, typer.Option("--promote", help="After each run, promote the best candidate.")] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Promote the best candidate after each run, if it passes the gates.")
+    ] = False,
     notify: Annotated[
         list[str] | None, typer.Option(help="Prefect notification block, such as slack-webhook/team. Repeatable.")
     ] = None,
@@ -842,7 +844,9 @@ def _print_findings(findings: Findings) -> None:
 
 @_command("Operate", "eckart gc", "eckart gc --runs 14 --commits 10 --yes")
 def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this option, nothing is removed.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove what is listed. Without this option, nothing is removed.")
+    ] = False,
     runs: Annotated[int, typer.Option(min=1, help="Finished runs of each study to keep.")] = 7,
     commits: Annotated[
         int | None,

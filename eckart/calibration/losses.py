@@ -163,7 +163,7 @@ def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:
-    """Losses `(classes,)`, one for each possible label, for statistics of the true Fisher instead of the empirical one.
+    """Return losses `(classes,)`, one for each possible label, for statistics of the true Fisher information.
 
     For heads with one answer for each example; the batch needs no labels. Each loss is weighted by √p, where p is the
     model's probability of the label. So p weighs a label's squared gradients G_n ⊙ G_n and Δ_nᵀ Δ_n, and their sum over

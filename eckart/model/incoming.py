@@ -19,7 +19,7 @@ _QUANTIZING = ("bitsandbytes", "torchao", "optimum.quanto", "torch.ao.nn.quantiz
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Check that `model` can be compressed, and saved afterwards; this takes no computing.
+    """Check, without running `model`, that it can be compressed and saved afterwards.
 
     Raises:
         ValueError: the model is quantized or has adapters; the message says what to do.

@@ -450,7 +450,7 @@ class NarrowedLinear(nn.Linear):
 
 
 class NarrowedConv1D(Conv1D):
-    """The same in place of a Conv1D: tools for GPT-2 expect its transposed weight."""
+    """A narrowed dense layer in place of a Conv1D: tools for GPT-2 expect its transposed weight."""
 
     narrowed = True
 

@@ -65,11 +65,11 @@ class Calibrated(Filling):
 
     kind: Literal["calibrated"] = Field(
         "calibrated",
-        description="waterfill over losses that forwards calibrate and depth weighs; the compressed model's own "
-        "predictions choose among several weights of depth (LEMS)",
+        description="waterfill over predicted losses, scaled by measured ones and weighted by depth; the compressed "
+        "model's own predictions choose among several depth weights (LEMS)",
     )
     examples: int = Field(
-        32, ge=1, description="calibration examples on which each target alone is measured: one forward for each target"
+        32, ge=1, description="calibration examples for measuring each target alone, in one forward pass per target"
     )
     held_out: int = Field(
         32, ge=1, description="maximum number of further calibration examples, which choose among alpha and gamma"

@@ -55,9 +55,9 @@ class Distillation(BaseModel):
     top: int | None = Field(
         None,
         ge=1,
-        description="most probable classes of each prediction whose logits of the teacher are saved once, for all "
-        "candidates; the rest counts as one class; null: the teacher runs in every step. For language models, at "
-        "temperature 1.0",
+        description="number of most probable classes of each prediction for which the teacher's logits are saved once, "
+        "for all candidates; the rest counts as one class; null: the teacher runs in every step. For language models, "
+        "at temperature 1.0",
     )
 
     def contradictions(self) -> Iterator[Contradiction]:

@@ -1,4 +1,4 @@
-"""LoRA: the weights stay as they are, and small low-rank updates of them are trained; the end adds the two up.
+"""LoRA: the weights are frozen while small low-rank updates of them are trained, which are added to them at the end.
 
 Source: Hu et al., *LoRA*, ICLR 2022, W + (α/r) B A with B = 0 and A random at first. SVD-LLM (Wang et al., ICLR 2025,
 section 3.3) trains such updates of the factors of every layer, first of the left ones and then of the right ones.

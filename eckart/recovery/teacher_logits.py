@@ -1,4 +1,4 @@
-"""The teacher's saved logits: of each prediction the k most probable classes, and what all others have together.
+"""The teacher's saved logits: for each prediction, the k most probable classes and the probability of all others.
 
 Plain distillation runs the teacher beside the model: a third to half of a step's time, and its weights in memory. But
 its answers are the same for all candidates and steps, so they can be computed once. With a vocabulary of 10⁴ or 10⁵

@@ -459,8 +459,8 @@ class Importance(Section):
     )
     shards: Shards = Field(
         {},
-        description="names such as {a, b, c, d}: as many stages gather the statistics of a part of the calibration "
-        "examples each, side by side, and changes them by rounding only; {}: one stage does all",
+        description="names, such as {a, b, c, d}, of stages that run side by side, each on a part of the calibration "
+        "examples; changes the statistics by rounding only; {}: one stage does all",
     )
 
 

@@ -341,20 +341,20 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     seeds = rows.seed.unique()
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     metric = METRICS[data.metric]
-    retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
+    retained = "that of each ÷ the candidate's" if metric.lower_is_better else "the candidate's metric ÷ that of each"
     machines = dict.fromkeys(name for names in rows.machine.unique() for name in names.split("; ") if name)
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
     most = f"at most {data.sizes.train:,}" if data.sizes.train else "all"
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
-        "Metric": f"{metric.with_direction} {test}; of original and of control: {retained}.",
+        "Metric": f"{metric.with_direction} {test}. Columns *of original* and *of control*: {retained}.",
         "Trivial": "the metric of an answer that needs no model.",
         "Control": "the original model itself, whose answers the candidates are trained to."
         if task_class(data.task).from_original
         else _control(params),
         "Differences": "recovered minus original and minus control, mean over the seeds, so a loss is "
         f"{'positive' if metric.lower_is_better else 'negative'}; the {100 * LEVEL:.0f} % interval is of {RESAMPLES:,} "
-        "paired resamples of the test examples, the same for all seeds. One such interval in 20 misses.",
+        "paired resamples of the test examples, the same for all seeds. About 1 in 20 misses the true value.",
         "Data": f"{source(data)}, split with seed {data.seed}, {most} training examples; {cut(data)}.",
         **calibration(data),
         **generation(data),
