@@ -57,7 +57,7 @@ def test_prose_is_short_spelled_right_and_leads_somewhere() -> None:
     assert prose.findings() == []
 
 
-LONG = "We " + "very " * 40 + "much agree.\n"
+LONG = "We " + "very very very very\n" * 10 + "much agree.\n"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ LONG = "We " + "very " * 40 + "much agree.\n"
             "docs/how-to/a.md:1: a sentence of 43 words: We very very very very very very very …",
         ),
         ("docs/tutorials/a.md", f"# A\n\n- {'X' * 119}\n", "docs/tutorials/a.md:3: a line of 121 characters"),
+        ("CHANGELOG.md", f"- {'X' * 119}\n", "CHANGELOG.md:1: a line of 121 characters"),
         ("docs/notes/a.md", "Wellknown words.\n", "docs/notes/a.md:1: unknown word: Wellknown"),
         ("docs/notes/a.md", "The colour.\n", "docs/notes/a.md:1: unknown word: colour"),
         ("docs/notes/a.md", "[here](https://nowhere)\n", "docs/notes/a.md:1: not an address: https://nowhere"),
