@@ -4,8 +4,8 @@
 
 Assume that the time of products with weights is proportional to their multiply-accumulates, and that all other time
 stays the same. Then a candidate is 1 ÷ (1 − p + p q) times as fast as the original model. p: share of the original
-model's forward time that these products take, measured with torch's profiler. q: multiply-accumulates of these products
-in the candidate ÷ those in the original model.
+model's time that these products take, measured with torch's profiler. q: multiply-accumulates of these products in the
+candidate ÷ those in the original model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PRODUCTS = ("addmm", "mm")  # products with weights; the products in attention 
 
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
-    """Measure in several rounds the share of forward time that products with weights take; return the sorted shares."""
+    """Measure in several rounds the share of the time that products with weights take; return the sorted shares."""
     shares = []
     for _ in range(ROUNDS):
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -86,7 +86,7 @@ def main() -> None:
         for (examples, tokens), measured in shares.items()
     ]
     print("\nThe limit is the speed that a model would have if only its products with weights took less time.")
-    print(f"Time in products over {ROUNDS} forwards: {', '.join(spreads)}. {counted(threads, 'thread')}, in torch.")
+    print(f"Time in products, {ROUNDS} forward passes: {', '.join(spreads)}. {counted(threads, 'thread')}, in torch.")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ The first pattern that a page matches gives its place; what a pattern names and 
 def _navigate(app, page, content):
     """Add the navigation to a page. It is not in the pages themselves, so that they read the same on GitHub."""
     left = sorted(app.env.found_docs - {page, "docs/index"})
-    if page != "docs/index":  # which alone has pages of several folders
+    if page != "docs/index":  # the only one with pages of several folders
         above = {name for patterns in _BELOW["docs/index"].values() for name in patterns}
         left = [name for name in left if name not in above]
     for caption, patterns in _BELOW.get(page, {}).items():

@@ -102,7 +102,7 @@ def _answers_of(model: Any) -> Predictions:
     if run.get("method") != "forward" or not isinstance(taken, str):
         raise ValueError(
             f"the first module of the {type(model).__name__}, a {type(transformer).__name__}, does not run texts "
-            "through the forward of a transformers model alone: write a loss of your own, as embedding_loss is"
+            "only through the forward of a transformers model: write a loss of your own, as embedding_loss is"
         )
 
     after = nn.Sequential(*modules)

@@ -160,12 +160,12 @@ class _Answer:
     gradient_by_vectors: Callable[[Tensor], Tensor]
 
     def without_graph(self) -> _Answer:
-        """Return a copy without the autograd graph, to free the memory of the forward."""
+        """Return a copy without the autograd graph, to free the memory of the forward pass."""
         logits = {name: value.detach() for name, value in self.logits.items()}
         return replace(self, loss=self.loss.detach(), logits=logits)
 
     def has_loss(self, loss: Tensor) -> bool:
-        """Return whether the model's own loss equals `loss`, in value and gradients, and depends on `logits` alone."""
+        """Return whether the model's own loss equals `loss`, in value and gradients, and depends only on `logits`."""
         gradient, *_ = torch.autograd.grad(loss, self.logits["logits"], retain_graph=True)
         others = [gradient for name, gradient in self.gradients.items() if name != "logits"]
         return (

@@ -27,7 +27,7 @@ from torch.linalg import vector_norm
 
 _NEGLIGIBLE = 1e-5
 """Norm ÷ largest norm of the example below which a gradient is rounding, and is not scaled up. For instance, a causal
-model's first token attends to itself alone, so that its query has a gradient of zero."""
+model's first token attends only to itself, so that its query has a gradient of zero."""
 
 
 @dataclass(frozen=True)

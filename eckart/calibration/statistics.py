@@ -61,7 +61,7 @@ Each line shows a kind with its keys, shapes and meaning::
     input_sums        Target.input_of            (in,)       (1/N) Σ of the inputs of a Product, gathered with inputs
     dense_inputs      Target.input_of            (in, in)    only while factorizing in order; not for an embedding
     sum_errors        Target.name                (out, in)   only while factorizing in order with sums
-    output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: the diagonal alone
+    output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: only the diagonal
     fisher, taylor    Target.name + ".input"     (in,)       summed over outputs
                       Target.name + ".output"    (out,)      summed over inputs
     gradients         Target.name                (out, in)   as large as the weight, so it is gathered on request only
@@ -91,8 +91,8 @@ def collect(
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
         loss: loss for the gradients; if it returns several losses, their squared gradients are summed.
-        then: a target that runs after all of `targets`. If only inputs are gathered, each forward stops before this
-            target, unless the first batch shows that one of `targets` runs later after all.
+        then: a target that runs after all of `targets`. If only inputs are gathered, each forward pass stops before
+            this target, unless the first batch shows that one of `targets` runs later after all.
         offload_activations: whether to keep the activations on the CPU until the backward pass needs them.
         robust: what of the gradients counts in output_gradients.
 
@@ -122,13 +122,13 @@ def collect(
 
 
 class _Stopped(Exception):
-    """Exception that ends a forward early, once all hooked modules have run."""
+    """Exception that ends a forward pass early, once all hooked modules have run."""
 
 
 class _EarlyStop:
-    """Context for one forward at a time, which ends before the target `then` if none of `modules` runs after `then`.
+    """Context for one forward pass at a time; it ends before the target `then` if none of `modules` runs after `then`.
 
-    The first forward runs to its end to find this out.
+    The first one runs to its end to find this out.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:
@@ -386,8 +386,8 @@ class Collector:
         """Return the statistics: the sums over all batches ÷ the number of examples.
 
         Raises:
-            ValueError: there was no example, a statistic is not finite, a target saw no token, or it has gradients at
-                edges alone, which do not count.
+            ValueError: there was no example, a statistic is not finite, a target saw no token, or it has gradients
+                only at edges, which do not count.
         """
         if not self.examples:
             raise ValueError("there are no calibration examples: raise data.sizes.calibration")
@@ -441,8 +441,8 @@ class Pass:
     """The targets of one pass over the calibration data.
 
     Attributes:
-        then: first target of the next pass; the forwards of this pass may stop before it. None if there is no next
-            pass, or if the forwards must run to the end.
+        then: first target of the next pass; the forward passes of this one may stop before it. None if there is no
+            next pass, or if the forward passes must run to the end.
     """
 
     targets: tuple[Target, ...]

@@ -201,8 +201,8 @@ def factorize_in_order(
     original dense weights stay in memory until the end.
 
     Targets that run several times, experts, and products of two layers with different input tensors are factorized
-    first, with `statistics` and without an anchor. The forward has no point at which all inputs of repeated targets or
-    products are known, and a batch may send no token to an expert, or other tokens than the original model does.
+    first, with `statistics` and without an anchor. No point of the forward pass has all inputs of repeated targets or
+    products, and a batch may send no token to an expert, or other tokens than the original model does.
 
     Args:
         targets: targets in order of execution, as `find_targets` returns them.
@@ -278,7 +278,7 @@ def _readers(
 
 
 def _knows_its_inputs(target: Target) -> bool:
-    """Whether the forward in order has a point at which all inputs of `target` are known."""
+    """Whether all inputs of `target` are known at some point of the forward pass."""
     return not (target.repeated or target.routed_by or len({layer.input_of for layer in target.layers}) > 1)
 
 

@@ -1,15 +1,15 @@
 """A forward pass of all calibration data that pauses at each target, so that the target can be replaced before it runs.
 
-Each batch's forward is a coroutine that pauses when it calls a target. When all forwards have paused, the target's
-inputs are known and the target can be replaced; the forwards then call the replacement. So factorizing all targets in
-order takes only one forward of each batch, whatever code is between the layers. The price is memory: the activations
-that a paused forward still needs are kept for all calibration tokens. Also, a model must not store data of a forward on
-its modules, because forwards of other batches run in between.
+Each batch's forward pass is a coroutine that pauses when it calls a target. When all passes have paused, the target's
+inputs are known and the target can be replaced; the passes then call the replacement. So factorizing all targets in
+order takes only one forward pass of each batch, whatever code is between the layers. The price is memory: the
+activations that a paused pass still needs are kept for all calibration tokens. Also, a model must not store data of a
+forward pass on its modules, because passes of other batches run in between.
 
 For error compensation (eckart/factorization/error_compensation.py), the original model runs at the same time, in
-forwards of its own.
+forward passes of its own.
 
-For refinement (eckart/factorization/refinement.py), the forwards also pause at the end of a transformer layer. The
+For refinement (eckart/factorization/refinement.py), the passes also pause at the end of a transformer layer. The
 compressed model then runs this layer once more, with the parameters that it has by then.
 """
 
@@ -61,12 +61,12 @@ def layerwise_forward(
     blocks: Iterable[str] = (),
     readers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LayerwiseForward]:
-    """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
+    """Begin a layerwise forward pass of `batches`; the model is in eval mode until the context ends.
 
     Args:
         groups: groups of targets with the same input tensor, in order of execution.
         dense: the original modules, to run the original model as well; None: run only the factorized model.
-        blocks: names of the transformer layers at whose ends the forwards also pause; only with `dense`.
+        blocks: names of the transformer layers at whose ends the passes also pause; only with `dense`.
         readers: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
     """
     with frozen(model):
@@ -82,7 +82,7 @@ def layerwise_forward(
 
 
 class LayerwiseForward:
-    """The forwards of all batches, paused at the same target."""
+    """The forward passes of all batches, paused at the same target."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LayerwiseForward:
         self._hooks = [self._remember(reader) for reader in {*readers.values()}]
 
     def _remember(self, name: str) -> RemovableHandle:
-        """Make all forwards remember the latest input of the module `name`, until the hook is removed."""
+        """Make all passes remember the latest input of the module `name`, until the hook is removed."""
 
         def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             running, x = _Forward.running(), first_input(args, kwargs)
@@ -111,7 +111,7 @@ class LayerwiseForward:
         return self._model.get_submodule(name).register_forward_pre_hook(read, with_kwargs=True)
 
     def pause_at(self, name: str) -> None:
-        """Make all forwards pause when they call the target `name`, until `advance_to` has reached this target."""
+        """Make all passes pause when they call the target `name`, until `advance_to` has reached this target."""
         module = self._model.get_submodule(name)
         own = module.forward
 
@@ -125,9 +125,9 @@ class LayerwiseForward:
         self._patch(name, module, forward)
 
     def pause_after(self, block: str) -> None:
-        """Make all forwards pause when the transformer layer `block` ends, until `end_block` has reached this point.
+        """Make all passes pause when the transformer layer `block` ends, until `end_block` has reached this point.
 
-        The compressed model's forwards then run the layer again, since its parameters may have changed.
+        The compressed model's passes then run the layer again, since its parameters may have changed.
         """
         module = self._model.get_submodule(block)
         own = module.forward
@@ -145,7 +145,7 @@ class LayerwiseForward:
         self._patch(block, module, forward)
 
     def _patch(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched the forward
+        own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched it
 
         def undo() -> None:
             del module.forward
@@ -156,7 +156,7 @@ class LayerwiseForward:
         self._undo[name] = undo
 
     def advance_to(self, group: Sequence[Target]) -> Statistics:
-        """Run all forwards up to the targets `group`, which read the same tensor, and return statistics of this tensor.
+        """Run all passes up to the targets `group`, which read the same tensor, and return statistics of this tensor.
 
         If the original model runs as well, dense_inputs are among these statistics.
 
@@ -192,7 +192,7 @@ class LayerwiseForward:
                 yield target.name, (wanted - present).reshape(-1, target.out_features)[real].T @ rows[real]
 
     def end_block(self, block: str) -> list[BlockCall]:
-        """Run all forwards of both models to the end of the transformer layer `block`, and return its calls.
+        """Run all passes of both models to the end of the transformer layer `block`, and return its calls.
 
         Raises:
             ValueError: a batch does not run the layer's targets within one call of the layer.
@@ -207,17 +207,17 @@ class LayerwiseForward:
         ]
 
     def _advance_dense(self, name: str, advice: str = _EXCLUDE) -> list[Any]:
-        """Run the original model's forwards to the module `name`, and return what each pause tells.
+        """Run the original model's passes to the module `name`, and return what each pause tells.
 
         All run before the compressed model's, since the modules take long to exchange. This takes no more memory: a
-        paused forward holds these tensors anyway.
+        paused pass holds these tensors anyway.
         """
         assert self._dense
         with self._dense.back():
             return [forward.advance_to(name, advice) for forward in self._dense_forwards]
 
     def end(self) -> None:
-        """Abandon all paused forwards where they are, and take back the changes to modules that made them pause."""
+        """Abandon all paused passes where they are, and take back the changes to modules that made them pause."""
         for undo in self._undo.values():
             undo()
         for hook in self._hooks:
@@ -233,23 +233,23 @@ def hidden_states(output: Any) -> Tensor:
 
 
 class _Forward(greenlet):
-    """The forward of one batch as a coroutine that runs from pause to pause while its caller waits.
+    """The forward pass of one batch as a coroutine that runs from pause to pause while its caller waits.
 
-    Its `throw` (of greenlet) ends the forward at its current point.
+    Its `throw` (of greenlet) ends the pass at its current point.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Batch, dense: bool = False) -> None:
         super().__init__(partial(_run, model, batch))
         self.dense = dense
         self.inputs: dict[str, Tensor] = {}
-        """Latest inputs of the modules that the forward is to remember."""
+        """Latest inputs of the modules that the pass is to remember."""
 
     @torch.no_grad()
     def advance_to(self, name: str, advice: str = _EXCLUDE) -> Any:
         """Run to the next pause, which must be at the module `name`, and return what the pause tells.
 
         Raises:
-            ValueError: the forward pauses at another module, or ends.
+            ValueError: the pass pauses at another module, or ends.
         """
         pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
@@ -258,12 +258,12 @@ class _Forward(greenlet):
 
     @staticmethod
     def running() -> _Forward | None:
-        """Return the forward that runs now and has a caller to pause for."""
+        """Return the pass that runs now and has a caller to pause for."""
         current = getcurrent()
         return current if isinstance(current, _Forward) and current.parent else None
 
     def pause(self, name: str, told: Any) -> None:
-        """Pause this forward, which is running, at the module `name`, and tell the caller something."""
+        """Pause this pass, which is running, at the module `name`, and tell the caller something."""
         assert self.parent
         self.parent.switch((name, told))
 

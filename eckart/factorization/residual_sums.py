@@ -1,8 +1,9 @@
 """Residual connections: finds the hidden states that a layer's output is added to.
 
-Error compensation can correct their error (eckart/factorization/error_compensation.py). They are found in a forward of
-one example, in any architecture: one term of an addition is the output of the layer, the other was the input of some
-module before. Where a norm or a factor comes between output and addition, as in Gemma 2 or Granite, nothing is found.
+Error compensation can correct their error (eckart/factorization/error_compensation.py). They are found in a forward
+pass of one example, in any architecture: one term of an addition is the output of the layer, the other was the input of
+some module before. Where a norm or a factor comes between output and addition, as in Gemma 2 or Granite, nothing is
+found.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Code about models: target layers, the layers that replace them, the Hugging Face format, the cost of a forward."""
+"""Code about models: target layers, the layers that replace them, the Hugging Face format, a forward pass's cost."""

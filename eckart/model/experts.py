@@ -170,7 +170,7 @@ def unfused(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def sharing_copy(module: Module) -> Module:
-    """Return a copy of `module`, whose layers can be replaced alone, but which shares all tensors with it."""
+    """Return a copy of `module`, whose layers can be replaced separately, but which shares all tensors with it."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, tensors)  # takes them for copies that it has made already
 

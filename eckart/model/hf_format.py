@@ -422,7 +422,7 @@ class _GuardedSave:
         if compressed and kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
             parts = _parts_of_config(self._model.config).keys() & content.keys()
-            for part in parts:  # a class that loads this part alone reads nothing else
+            for part in parts:  # a class that loads only this part reads nothing else
                 content[part] |= {name: content[name] for name in _OF_FORMAT if name in content}
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         if push_to_hub:  # push_to_hub calls this method once more to save the files

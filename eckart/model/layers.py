@@ -68,7 +68,7 @@ class LowRankLayer(nn.Module):
         """Ŵ as the dense module had it, for code that reads the weights of linear layers; it cannot be changed.
 
         Its dtype, device and shape cost nothing, and its values are computed when they are used: T5 reads the dtype in
-        every forward. A layer is not a target if the model's own code uses the values (eckart/model/targets.py).
+        every forward pass. A layer is not a target if the model's own code uses the values (eckart/model/targets.py).
         """
         like = self.first_weight
         if not isinstance(like, Tensor):  # torch.ao's quantized layers have a method of this name
@@ -372,7 +372,7 @@ class TiedHead(nn.Module):
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[None]:
     """Load the weights of `module` while the context lasts if a device map has offloaded them."""
-    # accelerate's context is for such modules alone, so that torch.compile need not trace it
+    # accelerate's context is only for such modules, so that torch.compile need not trace it
     return align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext()
 
 

@@ -1,7 +1,7 @@
 """Mamba and Mamba-2 with a head for one answer per text; transformers has them as language models only.
 
 SoftLM classifies with Mamba-130M (Bhatnagar et al., 2024, table 3). Its targets are `in_proj` and `out_proj` of every
-block, and in Mamba the small `x_proj`. Mamba's `dt_proj` is not a target: its weight is used without its forward.
+block, and in Mamba the small `x_proj`. Mamba's `dt_proj` is not a target: its weight is used without its `forward`.
 
 Importing this module registers the classes, so that AutoModelForSequenceClassification can load them.
 """

@@ -1,4 +1,4 @@
-"""Finds the MLPs of a model whose neurons can be left out: y = down(f(x Wᵀ)), with f acting on each neuron alone."""
+"""Finds the MLPs of a model whose neurons can be left out: y = down(f(x Wᵀ)), where f acts on each neuron singly."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Mlp(BaseModel):
 def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[Mlp]:
     """Return the MLPs among `targets` whose neurons do not depend on each other, in order of execution.
 
-    This is tested by forwards of two copies of an example. In the second copy, half of the outputs of `up` are set to
-    zero. The other neurons must stay the same. One forward tests all layers of a kind: if they pass, none of them
-    disturbs the next. Another forward tests whether the code between these layers takes fewer neurons: the values of an
+    This is tested by forward passes of two copies of an example. In the second copy, half of the outputs of `up` are
+    set to zero. The other neurons must stay the same. One forward pass tests all layers of a kind: if they pass, none
+    of them disturbs the next. Another tests whether the code between these layers takes fewer neurons: the values of an
     attention do not depend on each other either, but its heads have a fixed width.
 
     Args:
@@ -61,7 +61,7 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
 
 @torch.no_grad()
 def _independent(model: PreTrainedModel, mlps: Sequence[Mlp], twice: Batch) -> list[Mlp]:
-    """Return those of `mlps` that pass the test of `find_mlps` in a forward of `twice`, two copies of an example."""
+    """Return those of `mlps` that pass the test of `find_mlps` on `twice`, two copies of an example."""
     tests, hooks = {mlp.down: _Test(mlp) for mlp in mlps}, []
     for mlp in mlps:
         test = tests[mlp.down]
@@ -117,7 +117,7 @@ def _plain(target: Target) -> bool:
 
 
 class _Test:
-    """Hooks on the targets of an MLP for a forward of two copies of an example."""
+    """Hooks on the targets of an MLP for a forward pass of two copies of an example."""
 
     def __init__(self, mlp: Mlp) -> None:
         generator = torch.Generator().manual_seed(0)

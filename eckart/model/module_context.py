@@ -24,7 +24,7 @@ def hooked(hooks: Collection[RemovableHandle]) -> Iterator[None]:
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode; on exit, restore the mode of each module, or of the module that replaced it.
 
-    BigBird's sparse attention is restored, too: a forward of few tokens switches it to full attention for good.
+    BigBird's sparse attention is restored, too: a forward pass of few tokens switches it to full attention for good.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     switching: list[Any] = [module for module in model.modules() if hasattr(module, "set_attention_type")]

@@ -90,8 +90,8 @@ class _Reads:
 
 
 _OtherLength = tuple[int, Mapping[str, _Reads]]
-"""Result of a forward with another number of tokens: how many more tokens each sequence has (negative: how many fewer),
-and name of layer → its inputs."""
+"""Result of a forward pass with another number of tokens: how many more tokens each sequence has (negative: how many
+fewer), and name of layer → its inputs."""
 
 
 class Probe:
@@ -180,7 +180,7 @@ class Probe:
         return len(self._counts[name])
 
     def repeated(self, name: str) -> bool:
-        """Return whether the layer ran several times in any forward, such as a recurrent cell, once for each token."""
+        """Return whether the layer ran several times in any forward pass, such as a recurrent cell once per token."""
         others = [reads[name].counts for runs in self._others.values() for _, reads in runs if name in reads]
         return any(len(counts) > 1 for counts in (self._counts[name], *others))
 

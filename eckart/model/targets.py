@@ -151,7 +151,7 @@ def find_targets(
     A linear layer is a target if
 
     - the layer runs for `batch`, and its input vectors belong to single examples,
-    - only its own forward uses its weight, and no other layer shares the weight,
+    - only its own `forward` uses its weight, and no other layer shares the weight,
     - the layer belongs to no router, which chooses experts: a small change would send tokens to other experts,
     - its name matches a pattern of `include` and none of `exclude`,
     - the layer is not a head (a module outside `model.base_model`), unless `heads` is true,
@@ -335,7 +335,7 @@ def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, st
     return [tied if target.name == embedding else target for target in targets if target.name != head]
 
 
-# --- reasons that need no forward: names, weights, hooks -------------------------------------------------------------
+# --- reasons that need no forward pass: names, weights, hooks --------------------------------------------------------
 
 
 def _static_reasons(
@@ -346,7 +346,7 @@ def _static_reasons(
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Return why layers are not targets, as far as this is known without a forward: name of layer → reason.
+    """Return why layers are not targets, as far as this is known without a forward pass: name of layer → reason.
 
     The layers of `pair` are not excluded for being a head or for sharing their weight.
     """
@@ -392,14 +392,14 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether the module's forward is not its class's. The one that accelerate patches to move weights is fine."""
+    """Whether the module's `forward` is not its class's. The one that accelerate patches to move weights is fine."""
     own = vars(module).get("forward")
     replaced = own is not None and getattr(own, "__func__", own) is not type(module).forward
     return replaced and not hasattr(module, "_hf_hook")
 
 
 def _patched(module: nn.Module) -> str | None:
-    """Return why a module with hooks or a patched forward is not a target; None if the module has neither.
+    """Return why a module with hooks or a patched `forward` is not a target; None if the module has neither.
 
     The probe's hooks have been removed by now.
     """
@@ -418,7 +418,7 @@ def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of the modules that own each parameter: name of the parameter → names of the modules.
 
     A tied parameter has several owners. Keys are names and not parameters, because with a device map, accelerate
-    replaces offloaded parameters after each forward.
+    replaces offloaded parameters after each forward pass.
     """
     owners: dict[int, list[str]] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -455,7 +455,7 @@ class _StandIn(nn.Module):
 
 
 def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
-    """Find the layers that cannot be replaced, because the model uses more of them than their forward.
+    """Find the layers that cannot be replaced, because the model uses more of them than their `forward`.
 
     Reading the weight's dtype or device (T5) does not count as use.
 
@@ -484,7 +484,7 @@ def _try_replacing(
 
     Returns:
         The problem, or None if all layers can be replaced; and the layers to test one by one, because their weight was
-        read or their forward was bypassed.
+        read or their `forward` was bypassed.
     """
     modules = {name: model.get_submodule(name) for name in calls}
     stand_ins = {name: _StandIn(module).eval() for name, module in modules.items()}

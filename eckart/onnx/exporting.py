@@ -218,7 +218,7 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
 def _first_position(model: PreTrainedModel) -> int:
     """Return the position of a text's first token: 0, or that after padding's in models that count as RoBERTa does.
 
-    `generate` gives 0 to all models, but these were trained with positions that their own forward makes.
+    `generate` gives 0 to all models, but these were trained with positions that their own `forward` makes.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):

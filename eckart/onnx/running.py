@@ -1,4 +1,4 @@
-"""Inference of an ONNX graph with onnxruntime on the CPU, alone or in place of the forward of a model."""
+"""Inference of an ONNX graph with onnxruntime on the CPU, by itself or in place of a model's `forward`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def cache_of(outputs: Batch) -> dict[str, Tensor]:
 
 
 def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
-    """Replace the forward of `model` with a function from `runner`, so that an ONNX graph can be scored like a model.
+    """Replace `model.forward` with a function from `runner`, so that an ONNX graph can be scored like a model.
 
     The model cannot be trained afterwards.
     """

@@ -1,11 +1,11 @@
-"""Calibrated: a rank search whose predicted losses are calibrated by forwards, and chosen by the whole model's output.
+"""Calibrated: a rank search whose predicted losses are calibrated by forward passes, and chosen by the model's output.
 
 Source: LEMS (ICML 2026; github.com/lems-svd/lems). The predicted loss of target l at rank r is::
 
     e_l(r) = KL_l(r₀) · E_l(r) / E_l(r₀) · (1 + γ h_α(b))
 
 E_l(r) = ½ Σ_{k>r} S_k² is the weighted energy that rank r cuts. KL_l(r₀) is the KL divergence of the model's
-predictions from the original's if l alone is factorized, at r₀ = a tenth of its break-even rank: one measurement puts
+predictions from the original's if only l is factorized, at r₀ = a tenth of its break-even rank: one measurement puts
 the curve of each target in units of the model's output. Errors of early blocks pass through all later ones. For block b
 of 0 … B::
 

@@ -15,7 +15,7 @@ L is the loss before any target was approximated. If no rank of the grid satisfi
 final loss is therefore at most (1 + r) L.
 
 Algorithm 2 prints L_new / L < 1 + R_i with an L that it never updates. This would not divide r: the whole model would
-have to satisfy the R of the last target alone. The authors' listing (appendix H) multiplies its bound by 1 + R_i at
+have to satisfy only the R of the last target. The authors' listing (appendix H) multiplies its bound by 1 + R_i at
 each module, as here. If a target does not use up its share, the rest passes on to the next target.
 """
 

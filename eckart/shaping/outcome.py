@@ -25,7 +25,7 @@ def numerical_rank(weight: Tensor) -> int:
     """Count the singular values of `weight` `(out, in)` above ε ‖W‖_F, where ε is the machine epsilon of its dtype.
 
     Rounding changes each entry by at most ε/2 of its size, and so each singular value by at most ε/2 ‖W‖_F (Weyl):
-    smaller values may be rounding alone. The bound is twice that, because the entries were also computed with rounding.
+    smaller values may be only rounding. The bound is twice that, because the entries were also computed with rounding.
     """
     values = torch.linalg.svdvals(weight.cpu().double())
     return int((values > torch.finfo(weight.dtype).eps * values.norm()).sum())

@@ -153,7 +153,7 @@ def push() -> set[str]:
         TransportFailed: the remote lacks an object that dvc.lock or a .dvc file names, and so does the cache.
 
     Returns:
-        Digests of objects that the run cache alone names, and that the remote lacks after the push.
+        Digests of objects that only the run cache names, and that the remote lacks after the push.
     """
     _refuse_damaged()
     with _transport("pushing") as repo:

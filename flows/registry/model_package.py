@@ -68,7 +68,7 @@ def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any
 def questions(task: Task, pairs: bool) -> Schema:
     """Return the schema of a version's input columns. In a task on words, each text is a list of words.
 
-    A column that is alone has no name: with one, MLflow accepts neither a string nor a list of strings.
+    A single column has no name: with one, MLflow accepts neither a string nor a list of strings.
     """
     if kind_of(task).text_is_words:
         return _schema({"text": STRINGS})

@@ -26,7 +26,7 @@ class Served(PythonModel):
     - task: the task as the stage `extract` wrote it.
     - batch_size: number of examples, windows or blocks that are answered at a time.
     - continuation: number of tokens that a language model writes after a text.
-    - column: the column of the answers to answer alone, as a series, which `mlflow.models.evaluate` needs; None: all.
+    - column: the only column of the answers to return, as a series, which `mlflow.models.evaluate` needs; None: all.
     """
 
     def load_context(self, context: PythonModelContext) -> None:

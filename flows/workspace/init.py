@@ -258,7 +258,7 @@ def _amending(
     if changed:
         decided.add("metric")
     if (options.data or changed) and "train" in data["sizes"] and _has_initial_size(present, default):
-        decided.add("sizes")  # running text has a size for calibration alone
+        decided.add("sizes")  # running text has a size only for calibration
     amending = {"data": {name: value for name, value in data.items() if name in decided}}
     if changed:
         amending = _merged(amending, _of_other_task(data["task"], present, default))

@@ -109,7 +109,7 @@ Figures = Annotated[dict[FigurePart, None], BeforeValidator(_named)]
 
 
 def _whole_size(value: object) -> object:
-    """Refuse a text that is more than a size: of `5,5 MB`, pydantic would read the 5 alone."""
+    """Refuse a text that is more than a size: of `5,5 MB`, pydantic would read only the 5."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*\d*\.?\d+\s*([a-z]*)\s*", value, re.IGNORECASE)
         if not match or (match[1] or "b").lower() not in ByteSize.byte_sizes:

@@ -42,7 +42,7 @@ def of_base(source: str, revision: str | None, config: PreTrainedConfig, task: T
     if task.kind != "embedding":
         return {}
     if config.is_encoder_decoder:
-        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need an encoder alone")
+        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need a model without one")
     files = {name: content for name in _FILES if (content := _content(source, name, revision)) is not None}
     if _MODULES in files:
         _check_modules(json.loads(files[_MODULES]))

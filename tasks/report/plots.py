@@ -123,7 +123,7 @@ def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> 
 
 
 def predictions_svg(results: Results) -> Markup | None:
-    """Draw, for each target, how far predictions move if it alone is factorized, against the predicted loss.
+    """Draw, for each target, how far predictions move if only it is factorized, against the predicted loss.
 
     Each recipe has a panel. Return None if nothing was measured.
     """
