@@ -13,6 +13,8 @@ from typing import Any
 
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
 """An environment variable holds a secret if its name ends with one of these, for example HF_TOKEN."""
+_NOTIFIERS = ("apprise", "prefect.server.events", "prefect.server.utilities.messaging")
+"""Loggers whose records name addresses of webhooks, which are secrets."""
 _SHORTEST = 8  # characters; shorter values are not hidden, because they may be ordinary words
 
 
@@ -32,6 +34,12 @@ def redact(text: str) -> str:
     return text
 
 
+def _redact_record(text: str, logger: str) -> str:
+    if logger.startswith(_NOTIFIERS):
+        text = re.sub(r"(://[^\s/?#'\"<>]+)[/?#][^\s'\"<>]*", r"\1/***", text)
+    return redact(text)
+
+
 class _RedactingFactory:
     """A factory of log records that removes secrets, whichever library logs the record."""
 
@@ -44,11 +52,11 @@ class _RedactingFactory:
             message = record.getMessage()
         except Exception:  # the arguments do not fit the message; the handler reports that
             return record
-        if (redacted := redact(message)) != message:
+        if (redacted := _redact_record(message, record.name)) != message:
             record.msg, record.args = redacted, None
         if record.exc_info and record.exc_info[1]:
             trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            if (redacted := redact(trace)) != trace:
+            if (redacted := _redact_record(trace, record.name)) != trace:
                 record.exc_text, record.exc_info = redacted, None
         return record
 

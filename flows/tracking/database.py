@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shlex
 import sqlite3
 from contextlib import closing
@@ -107,8 +108,8 @@ def _refuse_other_places() -> None:
 
     A copy of a workspace would write into the original and remove files there, and a moved one would lose its files.
     """
-    if is_local() and "?" in str(FILE.resolve()):
-        raise EckartError(f"MLflow cannot use {FILE.resolve()}: rename the folder, so that it has no question mark")
+    if is_local() and (wrong := re.search(r"\?|%[0-9A-Fa-f]{2}", str(FILE.resolve()))):  # MLflow decodes a URL twice
+        raise EckartError(f"MLflow cannot use {FILE.resolve()}: rename the folder, so that it has no {wrong[0]}")
     if not is_local() or not FILE.exists():
         return
     try:

@@ -70,8 +70,16 @@ def init(
         step: a function that is called at the beginning of each step, with words for it.
 
     Raises:
-        InitError: nothing was changed.
+        InitError: nothing was changed, unless a file could not be written.
     """
+    try:
+        return _init(folder, options, again, step)
+    except OSError as error:  # shutil.Error has a list of files with the cause of each
+        cause = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise InitError(f"{cause}. Mend that and run eckart init again") from error
+
+
+def _init(folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:
     _check(folder, options, again)
     # On the same disk as `folder`, so that moving files is fast.
     with TemporaryDirectory(prefix=".eckart-init-", dir=_existing(folder)) as temporary:
@@ -201,25 +209,30 @@ def _adapted(
         base, source: the model and the data, relative to the draft; None: the user gave none.
     """
     changes: dict[str, Any] = {}
+    before = present["model"]
+    model = base or before["base"]
+    revision = before["revision"] if model == before["base"] else None
     if base or source:
         step("loading torch and transformers")
         from flows.workspace import params_from_data  # slow: it imports both
     if base:
         step(f"reading the config and tokenizer of {options.base}")
-        changes["model"] = {"base": base} | ({"new": None} if present["model"]["new"] else {})
+        changes["model"] = {"base": base} | ({"new": None} if before["new"] else {})
+        if revision != before["revision"]:  # a commit of the model before
+            changes["model"]["revision"] = None
         with chdir(draft):
-            params_from_data.read_base(base)
+            params_from_data.read_base(base, revision)
     if not source:
         if options.text or options.text_pair or options.label or options.task:
             raise InitError("--text, --text-pair, --label and --task describe your own data: name it with --data")
         return changes, ""
-    if not (base or present["model"]["base"]):
+    if not model:
         raise InitError(f"{PARAMS} describes a new model, which no data are needed for: name a model with --base")
     data = _completed(options, present)
     step(f"reading {options.data or source}")
     with chdir(draft):
         decided, head = params_from_data.of_data(
-            source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
+            source, model, revision, data.text, data.text_pair, data.label, data.task
         )
     return changes | decided, head
 
@@ -246,7 +259,9 @@ def _amending(
     """Return only the changes that the user asked for and those that follow from them; other parameters must stay."""
     columns = options.text or options.text_pair or options.label or options.task
     data = changes.get("data", {})
-    decided = {"source", "splits"} if options.data else set()
+    decided = {"source", "splits", "config", "revision"} if options.data else set()
+    if options.base:
+        decided |= {"pooling", "prefix"}
     if options.data or columns:
         decided |= {"columns", "task"}
     if options.data or options.base or options.text or options.text_pair:

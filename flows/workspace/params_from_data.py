@@ -34,14 +34,20 @@ _UNSEEN = {"editorials": {"source": "editorials", "examples": 64}}  # a text tha
 
 
 def of_data(
-    source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskName | None
+    source: str,
+    base: str,
+    revision: str | None,
+    text: str | None,
+    text_pair: str | None,
+    label: str | None,
+    task: TaskName | None,
 ) -> tuple[dict[str, Any], str]:
     """Derive sections of params.yaml from data and a base model.
 
     Args:
         source: a file, or a folder with a file for each split, named by the split. The path is relative to the
             workspace, which is the working directory.
-        base: the model, as in model.base.
+        base, revision: the model, as in the section model.
         text, text_pair, label: names of columns. None stands for a column that is named like its role, if there is one.
         task: None to derive the task from the label.
 
@@ -59,7 +65,7 @@ def of_data(
     kind = task or _task(rows, columns)
     if label is None and task_class(kind).label != "required":
         columns["label"] = None  # a column of this name may hold something else
-    config, tokenizer = read_base(base)
+    config, tokenizer = read_base(base, revision)
     changes: dict[str, Any] = {
         "data": {
             "source": source,
@@ -78,16 +84,18 @@ def of_data(
         changes["export"] = {"recipes": ["narrowed"]}
     else:
         changes["data"]["sizes"] = {"train": None}  # all, also of data that grow
-    if task_class(kind).from_original:
-        with ExitStack() as stack:
-            changes["data"]["pooling"] = sentence_files.pooling_of(located(base, stack)[0])
+    own = _sentence_settings(base, revision) if task_class(kind).from_original else None
+    if own:
+        changes["data"] |= {"pooling": own.pooling} | ({} if own.prompt is None else {"prefix": own.prompt})
     for name, section_of_task in of_task(kind).items():
         changes[name] = changes.get(name, {}) | section_of_task
     section = sections(read())["data"]
+    changes["data"] |= {name: None for name in ("config", "revision") if section[name]}  # of a data set on the hub
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")
     _, labels = split_and_convert(load_source(data), data)  # raises the errors of the stage extract
-    changes["data"]["max_length"] = _length(rows, (columns["text"], columns["text_pair"]), kind, config, tokenizer)
+    length = _length(rows, (columns["text"], columns["text_pair"]), kind, config, tokenizer)
+    changes["data"]["max_length"] = min(length, own.max_length) if own and own.max_length else length
     if "target_length" in task_class(kind).required_options:
         changes["data"]["target_length"] = _length(rows, (columns["label"],), kind, config, tokenizer)
     if not task_class(kind).one_graph:
@@ -158,13 +166,18 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
     raise StageError(f"column {label} has neither classes nor numbers: write --task, one of {', '.join(TASK_NAMES)}")
 
 
-def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Load the config and the tokenizer of a base model, which is named as in model.base."""
+def _sentence_settings(base: str, revision: str | None) -> sentence_files.Settings:
     with ExitStack() as stack:
-        source, extra = located(base, stack)
+        return sentence_files.settings_of(located(base, revision, stack)[0])
+
+
+def read_base(base: str, revision: str | None) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Load the config and the tokenizer of a base model, which is named as in the section model."""
+    with ExitStack() as stack:
+        folder, extra = located(base, revision, stack)
         try:
             options: dict[str, Any] = {"trust_remote_code": False, **extra}
-            return AutoConfig.from_pretrained(source, **options), AutoTokenizer.from_pretrained(source, **options)
+            return AutoConfig.from_pretrained(folder, **options), AutoTokenizer.from_pretrained(folder, **options)
         except UNLOADABLE as error:
             raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
 

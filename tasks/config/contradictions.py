@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
+from tasks.data.hub_ids import hub_id
+from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated:
     yield from _export_mistakes(typed, content, used)
     if typed["data"]:
         yield from _text_mistakes(typed["data"], typed["evaluate"].texts if typed["evaluate"] else {})
+    yield from _wrong_revisions(typed)
     task = _at(content, "data", "task")
     if task in TASK_NAMES:
         yield from _task_mistakes(task, typed, content["data"])
@@ -225,6 +228,22 @@ def _text_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iter
         yield "data.shares: leave nothing for train; write shares whose sum is below 1"
     yield from _calibration_mistakes(data, scored)
     yield from _seen_texts(data, scored)
+
+
+def _wrong_revisions(typed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each commit of a model or data set that is not on the hub: reports would name it."""
+    inputs: dict[str, tuple[Any, str | None]] = {}
+    if model := typed["model"]:
+        inputs["model"] = model, hub_id(model.base)
+    texts = {"evaluate.texts": typed["evaluate"].texts} if typed["evaluate"] else {}
+    if data := typed["data"]:
+        inputs["data"] = data, hub_id(data.source, PACKAGED)
+        texts["data.calibration_texts"] = data.calibration_texts
+    for place, named in texts.items():
+        inputs |= {f"{place}.{name}": (text, hub_id(text.source, PACKAGED)) for name, text in named.items()}
+    for place, (stated, name) in inputs.items():
+        if stated.revision and not name:
+            yield f"{place}.revision: is for the Hugging Face hub, and this is not there; write null"
 
 
 def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:

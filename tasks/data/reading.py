@@ -211,7 +211,9 @@ def _load(file: Path) -> datasets.Dataset:
     """Load a file of another format."""
     if _suffix(file) != ".parquet":
         _check_utf8(file)
-    options: dict[str, Any] = {"keep_linebreaks": True} if _suffix(file) == ".txt" else {}  # in rows, as on the hub
+    options: dict[str, Any] = {}
+    if _suffix(file) == ".txt":  # line breaks stay in rows, as on the hub; a mark of the byte order does not
+        options = {"keep_linebreaks": True, "encoding": "utf-8-sig"}
     if FORMATS[_suffix(file)] == "json":  # the types of fields follow from the first 128 MB, not 10
         options["chunksize"] = min(file.stat().st_size + 1, 2**27)
     return datasets.load_dataset(

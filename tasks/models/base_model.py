@@ -24,8 +24,10 @@ from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
+from tasks.data.hub_ids import hub_id
 from tasks.models import model_license, sentence_files, task_head
-from tasks.models.model_io import UNLOADABLE, check_complete, check_weights
+from tasks.models.hub_snapshot import snapshot
+from tasks.models.model_io import ADAPTER, UNLOADABLE, check_complete, check_weights
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 
@@ -63,20 +65,20 @@ def load_base(params: Model, task: Task) -> Base:
     """
     assert params.base is not None
     with ExitStack() as stack:
-        source, extra = located(params.base, stack)
+        folder, extra = located(params.base, params.revision, stack)
         try:
-            config = _load_config(source, params.revision, extra)
-            # Load all files from one commit, even if the hub gets a new one meanwhile.
-            revision = getattr(config, "_commit_hash", None) or params.revision
-            options: dict[str, Any] = {"revision": revision, "trust_remote_code": False, **extra}
-            check_weights(source, config, revision)
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            config = _load_config(folder, extra)
+            weights = check_weights(folder, config)
+            if hub_id(params.base):
+                snapshot(params.base, folder.name, weights)
+            options: dict[str, Any] = {"trust_remote_code": False, **extra}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
                 options["quantization_config"] = GgufConfig(dequantize=True)
                 stack.enter_context(redirect_stderr(StringIO()))  # hides a progress bar that no option turns off
             model, loading = kind.auto.from_pretrained(
-                source,
+                folder,
                 use_safetensors=True,
                 dtype=getattr(torch, params.dtype),
                 ignore_mismatched_sizes=True,  # task_head.adapt checks them
@@ -85,8 +87,8 @@ def load_base(params: Model, task: Task) -> Base:
                 **kind.head(),
             )
             check_base(model)
-            terms = model_license.of_base(params.base, source, revision, **extra)
-            files = sentence_files.of_base(source, revision, config, task)
+            terms = model_license.of_base(params.base, folder, **extra)
+            files = sentence_files.of_base(folder, config, tokenizer, task)
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
@@ -103,7 +105,7 @@ def load_base(params: Model, task: Task) -> Base:
     return Base(model, tokenizer, terms, fit, head, files, has_head=not task_head.is_new(model, loading))
 
 
-def _load_config(source: str, revision: str | None, extra: Mapping[str, str]) -> PreTrainedConfig:
+def _load_config(folder: Path, extra: Mapping[str, str]) -> PreTrainedConfig:
     """Load the config of a base model.
 
     Args:
@@ -112,9 +114,9 @@ def _load_config(source: str, revision: str | None, extra: Mapping[str, str]) ->
     Raises:
         ValueError: the model has adapters, is quantized, or asks for code.
     """
-    if Path(source, "adapter_config.json").exists():
+    if (folder / ADAPTER).exists():
         raise ValueError(f"it holds adapters: {MERGE_FIRST}")
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False, **extra)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **extra)
     if "/" in (kernel := str(config._attn_implementation)):  # transformers would run its code from the hub
         raise ValueError(
             f"it asks for the kernel {kernel}, which is code: remove _attn_implementation from config.json"
@@ -179,13 +181,15 @@ def _reason(error: str) -> str:
     return error
 
 
-def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub id of a model for `from_pretrained`, and the option `gguf_file` if it is a GGUF file.
+def located(base: str, revision: str | None, stack: ExitStack) -> tuple[Path, dict[str, str]]:
+    """Return the folder of a model for `from_pretrained`, and the option `gguf_file` if it is a GGUF file.
 
-    If the model is in a Python package, its folder exists only until `stack` is closed.
+    If the model is in a Python package, its folder exists only until `stack` is closed. If it is on the hub, the folder
+    has all files but the weights.
 
     Raises:
-        StageError: the model does not exist, or lies outside models/base, so that DVC would not see it change.
+        StageError: the model does not exist, lies outside models/base, so that DVC would not see it change, or cannot
+            be had from the hub.
     """
     if base.startswith(pypi_archives.SCHEME):
         return _folder(stack.enter_context(pypi_archives.member(base)))
@@ -194,12 +198,12 @@ def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
         raise StageError(f"{base} does not exist: correct model.base")
     if path.exists() and not path.is_relative_to(BASE):
         raise StageError(f"{base} is outside {BASE}: put it there, so that DVC sees when it changes")
-    return _folder(path) if path.is_file() else (base, {})
+    return (snapshot(base, revision), {}) if hub_id(base) else _folder(path)
 
 
-def _folder(path: Path) -> tuple[str, dict[str, str]]:
+def _folder(path: Path) -> tuple[Path, dict[str, str]]:
     """Return `path` and no options or, for a GGUF file, its folder and the option with the file's name.
 
     A GGUF file also holds the config and the tokenizer.
     """
-    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from eckart.model import hf_format
 from eckart.model.macs import macs
@@ -28,6 +28,8 @@ UNTAUGHT = Path("models/untaught")
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 """`source` of a recipe → folder of the dense model to compress."""
 CONTROL = Path("models/control")
+ADAPTER = "adapter_config.json"
+"""Name of the config file of an adapter of PEFT."""
 UNLOADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
 """Errors that transformers raises for a folder without a model, with another type of model, or with damaged files."""
 
@@ -84,31 +86,29 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     sentence_files.copy(TEACHER, folder)
 
 
-def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
-    """Raise OSError if transformers would read weights from a pickle, which could run code.
+def check_weights(folder: Path, config: PreTrainedConfig) -> list[str]:
+    """Return the names of the files with weights, or raise OSError if one is a pickle, which could run code.
 
     The option `use_safetensors=True` does not ensure this: transformers reads whatever files a model's config or index
     names, and for an adapter any file that it finds.
 
     Args:
-        source: a folder, or the id of a model on the hub.
+        folder: folder of the model, whose weights need not be there yet.
 
     Raises:
         OSError: a file other than safetensors would be read, or the model is an adapter.
     """
-    if find_adapter_config_file(str(source), revision=revision):
+    if (folder / ADAPTER).exists():
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
     hf_format.forget_needed(config)
     named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
     files = [named]
     if named.endswith(".json"):
-        try:
-            index = cached_file(source, named, revision=revision)
-            files = list(json.loads(Path(str(index)).read_text())["weight_map"].values())
-        except OSError:  # there is no index
-            files = []
+        index = folder / named
+        files = [*json.loads(index.read_text())["weight_map"].values()] if index.exists() else [SAFE_WEIGHTS_NAME]
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
+    return sorted(set(files))
 
 
 _WRAPPERS = ("module.", "_orig_mod.")

@@ -11,7 +11,6 @@ from typing import Any
 
 from huggingface_hub import metadata_load, metadata_save
 from transformers.integrations.gguf.reader import read_gguf_metadata
-from transformers.utils import cached_file
 from yaml import YAMLError
 
 from tasks.data import pypi_archives
@@ -32,31 +31,27 @@ _IN_GGUF = {
 }
 
 
-def stated(source: str | Path, revision: str | None = None) -> License:
-    """Read the license from the card of a model, and the origin; return an empty dict if the card states none.
-
-    Args:
-        source: a folder, or the id of a model on the hub.
-    """
-    return _texts(_card(source, revision), {key: key for key in (*_KEYS, "origin")})
+def stated(folder: Path) -> License:
+    """Read the license from the card of a model, and the origin; return an empty dict if the card states none."""
+    return _texts(_card(folder), {key: key for key in (*_KEYS, "origin")})
 
 
-def of_base(base: str, source: str, revision: str | None, gguf_file: str | None = None) -> License:
+def of_base(base: str, folder: Path, gguf_file: str | None = None) -> License:
     """Return the license of a base model, from its card or else from the header of a GGUF file, and its origin.
 
     Args:
         base: `model.base` of params.yaml.
-        source: the folder that holds it, or its id on the hub.
+        folder: the folder that holds it.
         gguf_file: name of a GGUF file in the folder.
     """
-    card = _card(source, revision)
-    header: Mapping[str, Any] = read_gguf_metadata(str(Path(source, gguf_file)))[0] if gguf_file else {}
+    card = _card(folder)
+    header: Mapping[str, Any] = read_gguf_metadata(str(folder / gguf_file))[0] if gguf_file else {}
     terms = _texts(card, {key: key for key in _KEYS}) or _texts(header, _IN_GGUF)
     if hub_id(base):
         return terms
     what = "GGUF file" if gguf_file else "folder"
-    place = f"a {what} of {_package(Path(source))}" if base.startswith(pypi_archives.SCHEME) else f"a local {what}"
-    facts = list(_facts(Path(source), card, header))
+    place = f"a {what} of {_package(folder)}" if base.startswith(pypi_archives.SCHEME) else f"a local {what}"
+    facts = list(_facts(folder, card, header))
     return {**terms, "origin": "; ".join([place, *facts] if facts else [f"{place}, which names no other model"])}
 
 
@@ -66,10 +61,10 @@ def write(folder: Path, license: License) -> None:
         metadata_save(folder / _CARD, license)
 
 
-def _card(source: str | Path, revision: str | None) -> dict[str, Any]:
+def _card(folder: Path) -> dict[str, Any]:
     """Return the metadata of a model's card; empty if there is no card, or none that can be read."""
     try:
-        card = metadata_load(str(cached_file(source, _CARD, revision=revision)))
+        card = metadata_load(str(folder / _CARD))
     except (OSError, ValueError, YAMLError):
         return {}
     return card or {}

@@ -6,10 +6,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from string import ascii_lowercase
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig
-from transformers.utils import cached_file
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.pooling import Pooling
@@ -19,7 +19,10 @@ _KINDS = ["Transformer", "Pooling", "Normalize"]
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _PROMPTS = "config_sentence_transformers.json"
 _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-_FILES = (_MODULES, _POOLING, _PROMPTS, *(f"sentence_{family}_config.json" for family in _FAMILIES))
+_TEXTS = tuple(f"sentence_{family}_config.json" for family in _FAMILIES)
+"""Files of which a model has one. It says how texts are made ready for the tokenizer."""
+_FILES = (_MODULES, _POOLING, _PROMPTS, *_TEXTS)
+_WORDS = 1000  # that tell whether a tokenizer changes letters to lower case
 _FLAGS: Mapping[Pooling, str] = {
     "mean": "mean_tokens",
     "cls": "cls_token",
@@ -29,47 +32,64 @@ _FLAGS: Mapping[Pooling, str] = {
 """Name of a pooling → end of its key `pooling_mode_…`, which all versions of sentence-transformers read."""
 
 
-def of_base(source: str, revision: str | None, config: PreTrainedConfig, task: Task) -> dict[str, str]:
-    """Return the files of the base model for `task`, name → content; those that it lacks are made, if they are needed.
+class Settings(NamedTuple):
+    """Settings that the files of an embedding model have; None for each that they do not state."""
 
-    Args:
-        source: a folder, or the id of a model on the hub.
+    pooling: Pooling | None
+    prompt: str | None
+    """Text before each text, as data.prefix must have it: empty if it is left out of the pooling."""
+    max_length: int | None
+    """Largest number of tokens of a text."""
+
+
+def settings_of(folder: Path) -> Settings:
+    """Read the settings of an embedding model in `folder`.
 
     Raises:
-        StageError: the base model pools otherwise than data.pooling says, has a module that is not supported, or puts a
-            prompt before each text of which data.prefix says nothing.
+        StageError: the model has a module or a pooling that is not supported.
+    """
+    return _settings(_read(folder))
+
+
+def of_base(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[str, str]:
+    """Return the files of the base model for `task`, name → content; those that it lacks are made, if they are needed.
+
+    Raises:
+        StageError: the base model pools otherwise than data.pooling says, has a module that is not supported, puts a
+            prompt before each text of which data.prefix says nothing, cuts texts to fewer tokens than data.max_length,
+            or changes their letters to lower case, which its tokenizer does not.
     """
     if task.kind != "embedding":
         return {}
     if config.is_encoder_decoder:
-        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need a model without one")
-    files = {name: content for name in _FILES if (content := _content(source, name, revision)) is not None}
-    if _MODULES in files:
-        _check_modules(json.loads(files[_MODULES]))
-    pooling = task.pooling or "mean"
-    if _POOLING in files:
-        _check_pooling(json.loads(files[_POOLING]), pooling, task.prefix)
-    if _PROMPTS in files:
-        _check_prompt(json.loads(files[_PROMPTS]), task.prefix)
-    width = config.get_text_config().hidden_size
+        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need an encoder alone")
+    files = _read(folder)
+    own, pooling = _settings(files), task.pooling or "mean"
+    if own.pooling not in (None, pooling):
+        raise StageError(f"model.base pools by {own.pooling}, and data.pooling by {pooling}: write {own.pooling} there")
+    if own.prompt is not None and task.prefix is None:
+        raise StageError(f"model.base puts {own.prompt!r} before each text: set data.prefix to it, or to '' to omit it")
+    if task.prefix and not _parsed(files, _POOLING).get("include_prompt", True):
+        raise StageError("model.base does not pool the tokens of a prompt, but those of data.prefix are: write ''")
+    if own.max_length and task.max_length > own.max_length:
+        raise StageError(
+            f"model.base reads {own.max_length} tokens of a text: write {own.max_length} for data.max_length"
+        )
+    _check_lower_case(files, tokenizer)
     flags = {f"pooling_mode_{end}": name == pooling for name, end in _FLAGS.items()}
     made = {
         _MODULES: [_module(0, ""), _module(1, "1_Pooling"), _module(2, "2_Normalize")],
-        _POOLING: {"word_embedding_dimension": width, **flags},
+        _POOLING: {"word_embedding_dimension": config.get_text_config().hidden_size, **flags},
     }
     return {name: json.dumps(content, indent=2) for name, content in made.items()} | files
 
 
-def pooling_of(source: str | Path) -> Pooling | None:
-    """Return the pooling of an embedding model; None if `source` is none, or embeds in another way.
-
-    Args:
-        source: the model's folder.
-    """
-    content, modules = (_content(source, name, None) for name in (_POOLING, _MODULES))
-    known = modules is None or _are_known(json.loads(modules))
-    stated = _pooling(json.loads(content)) if content and known else None
-    return next((name for name in _FLAGS if name == stated), None)
+def pooling_of(folder: Path) -> Pooling | None:
+    """Return the pooling of an embedding model in `folder`; None if it is none, or embeds in another way."""
+    try:
+        return settings_of(folder).pooling
+    except StageError:
+        return None
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
@@ -81,24 +101,49 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 def copy(source: Path, folder: Path) -> None:
     """Copy the files from one folder of a model to another, with further modules; a model of another kind has none."""
-    write(folder, {name: (source / name).read_text() for name in _FILES if (source / name).exists()})
+    write(folder, _read(source))
     for module in json.loads((source / _MODULES).read_text()) if (source / _MODULES).exists() else ():
         name = Path(module["path"]).name
         if name not in ("", "..") and (source / name).is_dir():  # so that no path leads out of `folder`
             shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
 
 
-def _content(source: str | Path, name: str, revision: str | None) -> str | None:
-    file = cached_file(str(source), name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if file is None else Path(file).read_text()
+def _read(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in _FILES if (folder / name).exists()}
 
 
-def _check_modules(modules: list[dict[str, Any]]) -> None:
-    if not _are_known(modules):
+def _parsed(files: Mapping[str, str], name: str) -> Mapping[str, Any]:
+    return json.loads(files[name]) if name in files else {}
+
+
+def _settings(files: Mapping[str, str]) -> Settings:
+    if _MODULES in files and not _are_known(modules := json.loads(files[_MODULES])):
         raise StageError(
             f"model.base has the modules {', '.join(_kinds(modules))}, and data.task embedding knows Transformer, "
             "Pooling and Normalize, with the transformer's files at the top of the folder and Pooling's in 1_Pooling: "
             "compress its transformer in Python, with eckart.compress and eckart.embedding_loss"
+        )
+    config, prompts = _parsed(files, _POOLING), _parsed(files, _PROMPTS)
+    stated = _pooling(config) if config else None
+    if stated and stated not in _FLAGS:
+        raise StageError(f"model.base pools by {stated}: data.task embedding knows {', '.join(_FLAGS)}")
+    prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")) or None
+    lengths = [_parsed(files, name).get("max_seq_length") for name in _TEXTS]
+    return Settings(
+        pooling=next((name for name in _FLAGS if name == stated), None),
+        prompt="" if prompt and not config.get("include_prompt", True) else prompt,
+        max_length=next(filter(None, lengths), None),
+    )
+
+
+def _check_lower_case(files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    words = [*ascii_lowercase, *filter(str.isalpha, tokenizer.get_vocab())][:_WORDS]
+    if any(_parsed(files, name).get("do_lower_case") for name in _TEXTS) and any(
+        tokenizer(word.lower())["input_ids"] != tokenizer(word.upper())["input_ids"] for word in words
+    ):
+        raise StageError(
+            "model.base changes texts to lower case, and its tokenizer does not: let the tokenizer do it, as by "
+            "AutoTokenizer.from_pretrained(FOLDER, do_lower_case=True).save_pretrained(FOLDER)"
         )
 
 
@@ -109,20 +154,6 @@ def _are_known(modules: list[dict[str, Any]]) -> bool:
 
 def _kinds(modules: list[dict[str, Any]]) -> list[str]:
     return [str(module["type"]).rpartition(".")[2] for module in modules]
-
-
-def _check_pooling(config: Mapping[str, Any], pooling: Pooling, prefix: str | None) -> None:
-    if (own := _pooling(config)) != pooling:
-        advice = f"write {own} for data.pooling" if own in _FLAGS else f"Eckart knows {', '.join(_FLAGS)}"
-        raise StageError(f"model.base pools by {own}, and data.pooling by {pooling}: {advice}")
-    if prefix and not config.get("include_prompt", True):
-        raise StageError("model.base does not pool the tokens of a prompt, but those of data.prefix are: write null")
-
-
-def _check_prompt(config: Mapping[str, Any], prefix: str | None) -> None:
-    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
-    if prompt and prefix is None:
-        raise StageError(f"model.base puts {prompt!r} before each text: set data.prefix to it, or to '' to omit it")
 
 
 def _pooling(config: Mapping[str, Any]) -> str:

@@ -177,7 +177,7 @@ def test_the_folder_of_a_candidate_is_read_with_the_pipelines_embeddings(tmp_pat
     task = a_task("embedding", (), "recall_at_10").model_copy(update={"pooling": "cls"})
     write_base(tmp_path)
     model, tokenizer = AutoModel.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    sentence_files.write(tmp_path, sentence_files.of_base(str(tmp_path), None, model.config, task))
+    sentence_files.write(tmp_path, sentence_files.of_base(tmp_path, model.config, tokenizer, task))
     answers = kind_of(task).answers(model, tokenizer, pandas.DataFrame({"text": TEXTS}), 8)
     found = package.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
     numpy.testing.assert_allclose(found, [answer["embedding"] for answer in answers], atol=1e-5)

@@ -1,13 +1,15 @@
-"""A stand-in for the Hugging Face hub: it takes commits, and names the newest commits."""
+"""A stand-in for the Hugging Face hub: it takes commits, names the newest commits, and gives files of models."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import ModelCard
@@ -25,6 +27,20 @@ class Hub:
         self.address = ""
         self.newest: dict[str, str] = {}
         """`models/USER/NAME` or `datasets/USER/NAME` → commit."""
+        self.commits: dict[str, dict[str, bytes]] = {}
+        """`USER/NAME@COMMIT` → path → bytes, of models that can be loaded."""
+        self.failing: dict[str, int] = {}
+        """Path → status of the answer to a request for it; 0 closes the connection without an answer."""
+        self.asked: list[str] = []
+        """Revisions that files were asked from."""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as in git
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "oid": _digest(content), "size": len(content)}
 
 
 @contextmanager
@@ -57,15 +73,33 @@ def hub() -> Iterator[Hub]:
                 return self._answer(200, {"success": True, **commit})
             return self._answer(404, {"error": self.path})
 
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_GET(self) -> None:
-            name = self.path.removeprefix("/api/")
-            if name in content.newest:
+            if "/resolve/" in self.path:
+                return self._file(*self.path.removeprefix("/").split("/resolve/"))
+            name, _, revision = self.path.removeprefix("/api/").partition("/revision/")
+            if name in content.newest and revision in ("", "main"):
                 return self._answer(200, {"id": name.partition("/")[2], "sha": content.newest[name]})
-            name, _, rest = name.removeprefix("models/").partition("/tree/")
-            if rest and name in content.repositories:
-                files = content.repositories[name]
-                return self._answer(200, [{"type": "file", "path": path, "oid": "", "size": 0} for path in files])
-            return self._answer(404, {"error": self.path})
+            name, _, rest = name.removeprefix("models/").partition("?")[0].partition("/tree/")
+            files = content.repositories.get(name) or content.commits.get(f"{name}@{rest.partition('/')[0]}")
+            if rest and files is not None:
+                return self._answer(200, [_entry(path, body) for path, body in files.items()])
+            code = "RevisionNotFound" if f"models/{name}" in content.newest else "RepoNotFound"
+            return self._answer(404, {"error": self.path}, {"X-Error-Code": code})
+
+        def _file(self, name: str, place: str) -> None:
+            revision, _, path = place.partition("/")
+            content.asked.append(revision)
+            commit = content.newest[f"models/{name}"] if revision == "main" else revision
+            body = content.commits[f"{name}@{commit}"].get(path)
+            if path not in content.failing and body is not None:
+                self._answer(200, body, {"X-Repo-Commit": commit, "ETag": f'"{_digest(body)}"'})
+            elif status := content.failing.get(path, 404):
+                self._answer(
+                    status, {}, {"X-Repo-Commit": commit} | ({"X-Error-Code": "EntryNotFound"} if status == 404 else {})
+                )
 
         def _create(self, wanted: dict[str, Any]) -> None:
             name = "/".join(filter(None, (wanted.get("organization"), wanted["name"])))
@@ -73,13 +107,16 @@ def hub() -> Iterator[Hub]:
             content.private |= {name} if wanted.get("visibility") == "private" else set()
             self._answer(200, {"url": f"{content.address}/{name}"})
 
-        def _answer(self, status: int, answer: Any) -> None:
-            body = json.dumps(answer).encode()
+        def _answer(self, status: int, answer: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+            body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+            for key, value in headers.items():
+                self.send_header(key, value)
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import logging
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.environment import redaction
 from flows.servers import notifications
 from flows.study import study as flow
 from tasks.artifacts.errors import EckartError
@@ -88,6 +91,25 @@ def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], t
     assert "127.0.0.1:9" in pushed
     assert SECRET not in pushed
     assert places_of(SECRET, tmp_path, Path(prefect["PREFECT_HOME"])) == [users]
+
+
+@pytest.mark.parametrize("logger", ["apprise", "prefect.server.events.actions", "prefect.server.events"])
+def test_the_address_of_a_notification_is_not_logged(logger: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a secret if it is that of a webhook; the host says which one failed."""
+    make, hook = logging.getLogRecordFactory(), sys.excepthook
+    try:
+        redaction.keep_out()
+        address = f"https://hooks.example.org:99/services/{SECRET}?key={SECRET}"
+        logging.getLogger(logger).error("Server error '500' for url '%s'", address)
+        try:
+            raise ValueError(f"{address} does not answer")
+        except ValueError:
+            logging.getLogger(logger).exception("failed")
+        assert SECRET not in caplog.text
+        assert caplog.text.count("https://hooks.example.org:99/***") == 2
+    finally:
+        logging.setLogRecordFactory(make)
+        sys.excepthook = hook
 
 
 def behind(address: str) -> str:

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -333,6 +333,17 @@ def test_a_copied_or_moved_workspace_does_not_write_into_the_old_place(
     shutil.copytree(moved, root)
     monkeypatch.chdir(moved)
     with pytest.raises(EckartError, match=r"copy.*mlflow\.db"):
+        database_file.check()
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "50% x"])
+def test_a_folder_that_mlflow_cannot_write_to_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow takes its path for a URL: the rest is a query, or a space."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(EckartError, match="rename the folder") if name[0] == "a" else nullcontext():
         database_file.check()
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,35 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     same = (shop / "params.yaml").read_bytes()
     assert new_workspace.init(shop, replace(NONE, base="my-model"), again=True).changes == {}
     assert (shop / "params.yaml").read_bytes() == same
+
+
+def test_a_commit_of_the_hub_goes_with_what_it_was_of(own: Path) -> None:
+    """Or the report would name it beside the new model, or the new data."""
+    new_workspace.init(Path("shop"), InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    hub = {"model": {"base": "someone/base", "revision": "0" * 40}}
+    hub["data"] = {"source": "someone/reviews", "config": "all", "revision": "1" * 40}
+    yaml_edit.update(hub, Path("shop/params.yaml"))
+    with chdir("shop"):
+        assert mistakes(read()) == []
+    options = InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None)
+    new_workspace.init(Path("shop"), options, again=True)
+    written = params(Path("shop"))
+    assert written["model"]["revision"] is None
+    assert (written["data"]["config"], written["data"]["revision"]) == (None, None)
+    yaml_edit.update({"model": {"revision": "0" * 40}, "data": {"revision": "1" * 40}}, Path("shop/params.yaml"))
+    with chdir("shop"):
+        assert [line.partition(":")[0] for line in mistakes(read())] == ["model.revision", "data.revision"]
+
+
+def test_a_file_that_cannot_be_written_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device")])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    before = sorted(own.rglob("*"))
+    with pytest.raises(InitError, match="No space left"):
+        new_workspace.init(Path("shop"), InitOptions("my-model", None, None, None, None, None))
+    assert sorted(own.rglob("*")) == before
 
 
 def test_other_text_keeps_the_number_of_blocks(own: Path) -> None:

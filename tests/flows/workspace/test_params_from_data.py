@@ -38,7 +38,7 @@ def table(name: str = "rows.csv", **columns: Any) -> str:
 
 
 def told(source: str, **given: Any) -> dict[str, Any]:
-    options = {"text": None, "text_pair": None, "label": None, "task": None} | given
+    options = {"revision": None, "text": None, "text_pair": None, "label": None, "task": None} | given
     return params_from_data.of_data(source, BASE, **options)[0]
 
 
@@ -204,12 +204,16 @@ def test_blocks_begin_with_the_token_that_begins_texts(workspace: Path, begins_w
 
 def test_an_embedding_study_has_the_pooling_of_its_base_and_needs_no_label(workspace: Path) -> None:
     """A column label may be there for something else, unless it is named."""
+    prompts = '{"prompts": {"query": "the "}, "default_prompt_name": "query"}'
     sentence_files.write(Path(BASE), {"1_Pooling/config.json": '{"pooling_mode": "lasttoken"}'})
+    sentence_files.write(Path(BASE), {"sentence_bert_config.json": '{"max_seq_length": 9}'})
+    sentence_files.write(Path(BASE), {"config_sentence_transformers.json": prompts})
     texts = [f"{word} {text}" for word in ("the", "and", "is") for text in reviews()["text"]]
     source = table(text=texts, label=["a", "b", "c"] * 60)
     yaml_edit.update({**told(source, task="embedding"), "model": {"base": BASE}})
     data = validation.check()["data"]
     assert (data.pooling, data.columns.label) == ("lasttoken", None)
+    assert (data.prefix, data.max_length) == ("the ", 9)
     with pytest.raises(EckartError, match="text_pair"):
         told(source, task="embedding", label="label")
 

@@ -17,7 +17,7 @@ import pytest
 from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.schema import Data
 from tasks.data.loading import encoded
-from tasks.data.reading import read_file
+from tasks.data.reading import as_frame, read_file
 from tasks.data.splitting import split_source
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer
@@ -218,6 +218,16 @@ def test_a_split_in_another_format_is_refused(name: str) -> None:
     write(name="folder/train")
     Path(f"data/raw/folder/{name}").touch()
     assert name in refusal("data/raw/folder")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "csv", "jsonl"])
+def test_a_mark_of_the_byte_order_is_no_part_of_a_text(suffix: str) -> None:
+    """Some editors begin a file with one."""
+    row = {"txt": "a text\n", "csv": "text\na text\n", "jsonl": '{"text": "a text"}\n'}[suffix]
+    file = Path(f"data/raw/marked.{suffix}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(row, encoding="utf-8-sig")
+    assert [value.rstrip("\n") for value in as_frame(read_file(file), None)["text"]] == ["a text"]
 
 
 def test_case_does_not_matter_in_a_suffix_and_a_split_may_have_notes() -> None:

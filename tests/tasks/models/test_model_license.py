@@ -63,7 +63,7 @@ def test_a_folder_says_what_it_was_made_from(
     text: str, config: dict[str, str], license: dict[str, str], named: list[str], tmp_path: Path
 ) -> None:
     (card(text, tmp_path) / "config.json").write_text(json.dumps(config))
-    found = of_base(LOCAL, str(tmp_path), None)
+    found = of_base(LOCAL, tmp_path)
     assert {**found, "origin": ""} == {**license, "origin": ""}
     assert found["origin"].startswith("a local folder")
     assert all(name in found["origin"] for name in named)
@@ -72,11 +72,11 @@ def test_a_folder_says_what_it_was_made_from(
 @pytest.mark.parametrize("name", ["/home/me/secret/model", "secret", "../secret/model", "secret/[model](x)"])
 def test_a_path_of_another_machine_is_not_told(name: str, tmp_path: Path) -> None:
     (card("", tmp_path) / "config.json").write_text(json.dumps({"_name_or_path": name}))
-    assert "secret" not in of_base(LOCAL, str(tmp_path), None)["origin"]
+    assert "secret" not in of_base(LOCAL, tmp_path)["origin"]
 
 
 def test_a_model_of_the_hub_needs_no_origin(tmp_path: Path) -> None:
-    assert of_base("some/one", str(card("---\nlicense: mit\n---\n", tmp_path)), None) == {"license": "mit"}
+    assert of_base("some/one", card("---\nlicense: mit\n---\n", tmp_path)) == {"license": "mit"}
 
 
 @pytest.mark.parametrize("metadata", ["maker-1.0.dist-info/METADATA", "PKG-INFO"])
@@ -87,7 +87,7 @@ def test_a_package_tells_its_name_and_its_own_license(metadata: str, tmp_path: P
     (tmp_path / metadata).write_text(
         "Metadata-Version: 2.1\nName: maker\nVersion: 1.0\nSummary: A *copy* of some/one\nLicense: MIT\n"
     )
-    found = of_base("pypi://maker==1.0/maker/model", str(folder), None)
+    found = of_base("pypi://maker==1.0/maker/model", folder)
     assert found["license"] == "apache-2.0"
     for fact in ("the package maker 1.0", "A copy of some/one", "license is MIT"):
         assert fact in found["origin"]
@@ -102,12 +102,12 @@ def test_the_header_of_a_gguf_file_states_the_license(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    found = of_base(f"{LOCAL}/small.gguf", str(tmp_path), None, "small.gguf")
+    found = of_base(f"{LOCAL}/small.gguf", tmp_path, "small.gguf")
     assert found["license"] == "apache-2.0"
     assert found["origin"].startswith("a local GGUF file")
     assert "Small 1B of Makers" in found["origin"]
     card("---\nlicense: mit\n---\n", tmp_path)
-    assert of_base(f"{LOCAL}/small.gguf", str(tmp_path), None, "small.gguf")["license"] == "mit"
+    assert of_base(f"{LOCAL}/small.gguf", tmp_path, "small.gguf")["license"] == "mit"
 
 
 def test_license_and_head_are_carried_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

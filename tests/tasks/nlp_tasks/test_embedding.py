@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from scipy.stats import spearmanr
-from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, BertModel, BertTokenizer, PreTrainedModel
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
@@ -186,7 +186,7 @@ def base_with(folder: Path, files: dict[str, Any]) -> Path:
 def test_a_base_that_embeds_otherwise_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     folder = base_with(tmp_path / "base", files)
     with pytest.raises(StageError, match=message):
-        sentence_files.of_base(str(folder), None, tiny_config(), task())
+        sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task())
 
 
 def test_further_modules_are_copied_but_not_part_of_the_pooling(tmp_path: Path) -> None:
@@ -204,15 +204,29 @@ def test_further_modules_are_copied_but_not_part_of_the_pooling(tmp_path: Path) 
 def test_the_prompt_of_a_base_is_the_prefix(tmp_path: Path) -> None:
     """Or is left out on purpose. If the base does not pool its tokens, a prefix would be another thing."""
     prompts = {"config_sentence_transformers.json": {"prompts": {"query": "the "}, "default_prompt_name": "query"}}
-    folder = str(base_with(tmp_path / "base", prompts))
+    folder = base_with(tmp_path / "base", prompts)
     with pytest.raises(StageError, match="'the '"):
-        sentence_files.of_base(folder, None, tiny_config(), task())
+        sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task())
     for prefix in ("the ", ""):
-        assert sentence_files.of_base(folder, None, tiny_config(), task(prefix=prefix))
+        assert sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task(prefix=prefix))
     base_with(tmp_path / "base", {"1_Pooling/config.json": {"include_prompt": False}})
-    assert sentence_files.of_base(folder, None, tiny_config(), task(prefix=""))
+    assert sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task(prefix=""))
     with pytest.raises(StageError, match=r"data\.prefix"):
-        sentence_files.of_base(folder, None, tiny_config(), task(prefix="the "))
+        sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task(prefix="the "))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [({"max_seq_length": 8}, r"write 8 for data\.max_length"), ({"do_lower_case": True}, "lower case"), ({}, None)],
+)
+def test_texts_are_read_as_the_base_reads_them(tmp_path: Path, own: dict[str, Any], message: str | None) -> None:
+    """The candidates are calibrated and scored on what their folders will read."""
+    folder = base_with(tmp_path / "base", {"sentence_bert_config.json": {"max_seq_length": 16, **own}})
+    tokenizer = BertTokenizer(vocab=tiny_tokenizer().get_vocab(), do_lower_case=False)
+    with pytest.raises(StageError, match=message) if message else nullcontext():
+        sentence_files.of_base(folder, tiny_config(), tokenizer, task(max_length=16))
+    if "do_lower_case" in own:
+        assert sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task(max_length=16))
 
 
 def test_a_study_goes_from_texts_to_a_folder_of_sentence_transformers(workspace: Path) -> None:
