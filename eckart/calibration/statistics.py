@@ -70,7 +70,7 @@ Each line shows a kind with its keys, shapes and meaning::
 
 NO_GRADIENT = (
     "the loss has a gradient of zero for every target, so there is nothing to weigh errors by: check that some labels "
-    "count and that the loss depends on the targets"
+    "count and that the loss depends on the targets; a model that computes its layers outside of autograd gives none"
 )
 
 
@@ -112,8 +112,10 @@ def collect(
                 continue
             with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
                 losses = loss(model, batch).reshape(-1).unbind()
-            if not losses[0].requires_grad:
-                raise ValueError(f"{NO_GRADIENT}; a model that computes its layers outside of autograd gives none")
+            if not losses[
+                0
+            ].requires_grad:  # as for an embedding model's pooler; `calibrate` refuses it for all targets
+                continue
             for number, scalar in enumerate(losses, 1):
                 scalar.backward(retain_graph=number < len(losses))
                 collector.join_calls()

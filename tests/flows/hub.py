@@ -83,7 +83,7 @@ def hub() -> Iterator[Hub]:
             if name in content.newest and revision in ("", "main"):
                 return self._answer(200, {"id": name.partition("/")[2], "sha": content.newest[name]})
             name, _, rest = name.removeprefix("models/").partition("?")[0].partition("/tree/")
-            files = content.repositories.get(name) or content.commits.get(f"{name}@{rest.partition('/')[0]}")
+            files = content.repositories.get(name, content.commits.get(f"{name}@{rest.partition('/')[0]}"))
             if rest and files is not None:
                 return self._answer(200, [_entry(path, body) for path, body in files.items()])
             code = "RevisionNotFound" if f"models/{name}" in content.newest else "RepoNotFound"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eckart.calibration.calibrate import calibrate
-from eckart.calibration.losses import mean_loss_times_batch
+from eckart.calibration.losses import Batch, mean_loss_times_batch
 from eckart.calibration.statistics import collect, passes
 from eckart.model.targets import find_targets
 from tests import tiny
@@ -39,6 +39,39 @@ def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
     assert padding is underflow is None
     assert len(few) == len(groups)
     assert all("fewer tokens" in str(message) for message in few[:2])
+
+
+def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -> None:
+    """So has an embedding model's pooler, in a pass of its own as in one with all others."""
+    model = tiny.bert().bert
+    batches = [
+        {name: values for name, values in batch.items() if name != "labels"} for batch in tiny.batches(SAMPLES, 2)
+    ]
+    targets = find_targets(model, batches[0]).targets
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return model(**batch).last_hidden_state.square().sum()
+
+    one, many = (
+        [
+            *calibrate(
+                model,
+                lambda: batches,
+                passes(targets, layers),
+                KINDS,
+                loss,
+                examples=4,
+                checked=batches[:1],
+                warn=print,
+            )
+        ]
+        for layers in (None, 1)
+    )
+    for kind in KINDS:
+        together = {key: value for part in many for key, value in part[kind].items()}
+        assert together.keys() == one[0][kind].keys()
+        assert all(torch.equal(value, one[0][kind][key]) for key, value in together.items())
+    assert not one[0]["output_gradients"][targets[-1].name].any()
 
 
 def test_without_a_group_only_padding_is_checked() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BartForSequenceClassification, T5ForSequenceClassification
 
 from eckart.model import hf_format
 from tasks.models.model_io import check_length, load, random_inputs
@@ -21,6 +23,24 @@ def test_random_inputs_are_tokens_of_the_text_model() -> None:
     inputs = random_inputs(model, 2, 4)
     assert inputs["input_ids"].shape == (2, 4)
     assert model(**inputs).logits.shape == (2, 4, model.config.text_config.vocab_size)
+
+
+@pytest.mark.parametrize("family", [BartForSequenceClassification, T5ForSequenceClassification])
+def test_classifiers_that_read_the_end_of_a_text_find_one_in_each_row(family: Any) -> None:
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "encoder_layers": 1,
+        "num_layers": 1,
+        "d_kv": 8,
+        "num_heads": 2,
+        "d_ff": 16,
+    }
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    model = family(family.config_class(vocab_size=20, decoder_start_token_id=0, **sizes)).eval()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        assert model(**random_inputs(model, 8, 16)).logits.shape == (8, model.config.num_labels)
 
 
 def test_positions_are_those_of_the_text_model() -> None:
