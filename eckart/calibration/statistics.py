@@ -86,7 +86,8 @@ def collect(
 ) -> Statistics:
     """Gather statistics of `kinds` for `targets` in one pass; memory does not grow with the number of examples.
 
-    The model runs in eval mode and is restored afterwards. Padding (zeros of each target's mask) is left out.
+    The model runs in eval mode and is restored afterwards. Padding (zeros of each target's mask) is left out. Gradients
+    of targets that the loss does not reach are zero.
 
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
@@ -112,9 +113,7 @@ def collect(
                 continue
             with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
                 losses = loss(model, batch).reshape(-1).unbind()
-            if not losses[
-                0
-            ].requires_grad:  # as for an embedding model's pooler; `calibrate` refuses it for all targets
+            if not losses[0].requires_grad:  # it reaches none of the targets, as an embedding model's pooler
                 continue
             for number, scalar in enumerate(losses, 1):
                 scalar.backward(retain_graph=number < len(losses))

@@ -76,7 +76,7 @@ def init(
         return _init(folder, options, again, step)
     except OSError as error:  # shutil.Error has a list of files with the cause of each
         cause = error.args[0][0][2] if isinstance(error, shutil.Error) else error
-        raise InitError(f"{cause}. Mend that and run eckart init again") from error
+        raise InitError(f"{cause}. Fix this and run eckart init again") from error
 
 
 def _init(folder: Path, options: InitOptions, again: bool, step: Callable[[str], None]) -> Filled:

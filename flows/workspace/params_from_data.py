@@ -86,7 +86,7 @@ def of_data(
         changes["data"]["sizes"] = {"train": None}  # all, also of data that grow
     own = _sentence_settings(base, revision) if task_class(kind).from_original else None
     if own:
-        changes["data"] |= {"pooling": own.pooling} | ({} if own.prompt is None else {"prefix": own.prompt})
+        changes["data"] |= {"pooling": own.pooling, "prefix": own.prompt if own.prompt_is_pooled else None}
     for name, section_of_task in of_task(kind).items():
         changes[name] = changes.get(name, {}) | section_of_task
     section = sections(read())["data"]

@@ -243,7 +243,7 @@ def _wrong_revisions(typed: Mapping[str, Any]) -> Iterator[str]:
         inputs |= {f"{place}.{name}": (text, hub_id(text.source, PACKAGED)) for name, text in named.items()}
     for place, (stated, name) in inputs.items():
         if stated.revision and not name:
-            yield f"{place}.revision: is for the Hugging Face hub, and this is not there; write null"
+            yield f"{place}.revision: names a commit of the hub, and {place} is not on the hub; write null"
 
 
 def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:

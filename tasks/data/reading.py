@@ -212,7 +212,7 @@ def _load(file: Path) -> datasets.Dataset:
     if _suffix(file) != ".parquet":
         _check_utf8(file)
     options: dict[str, Any] = {}
-    if _suffix(file) == ".txt":  # line breaks stay in rows, as on the hub; a mark of the byte order does not
+    if _suffix(file) == ".txt":  # line breaks stay in rows, as on the hub; a byte order mark does not
         options = {"keep_linebreaks": True, "encoding": "utf-8-sig"}
     if FORMATS[_suffix(file)] == "json":  # the types of fields follow from the first 128 MB, not 10
         options["chunksize"] = min(file.stat().st_size + 1, 2**27)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
 from tasks.artifacts.task_spec import Task
@@ -70,7 +71,7 @@ def load_base(params: Model, task: Task) -> Base:
             config = _load_config(folder, extra)
             weights = check_weights(folder, config)
             if hub_id(params.base):
-                snapshot(params.base, folder.name, weights)
+                snapshot(params.base, folder.name, [*weights, SAFE_WEIGHTS_NAME])  # read in place of shards
             options: dict[str, Any] = {"trust_remote_code": False, **extra}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
             kind = kind_of(task)

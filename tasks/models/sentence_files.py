@@ -37,7 +37,8 @@ class Settings(NamedTuple):
 
     pooling: Pooling | None
     prompt: str | None
-    """Text before each text, as data.prefix must have it: empty if it is left out of the pooling."""
+    """Text before each text, by default."""
+    prompt_is_pooled: bool
     max_length: int | None
     """Largest number of tokens of a text."""
 
@@ -62,14 +63,14 @@ def of_base(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     if task.kind != "embedding":
         return {}
     if config.is_encoder_decoder:
-        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need an encoder alone")
+        raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need a model without one")
     files = _read(folder)
     own, pooling = _settings(files), task.pooling or "mean"
     if own.pooling not in (None, pooling):
         raise StageError(f"model.base pools by {own.pooling}, and data.pooling by {pooling}: write {own.pooling} there")
-    if own.prompt is not None and task.prefix is None:
+    if own.prompt and task.prefix is None:
         raise StageError(f"model.base puts {own.prompt!r} before each text: set data.prefix to it, or to '' to omit it")
-    if task.prefix and not _parsed(files, _POOLING).get("include_prompt", True):
+    if task.prefix and not own.prompt_is_pooled:
         raise StageError("model.base does not pool the tokens of a prompt, but those of data.prefix are: write ''")
     if own.max_length and task.max_length > own.max_length:
         raise StageError(
@@ -127,19 +128,20 @@ def _settings(files: Mapping[str, str]) -> Settings:
     stated = _pooling(config) if config else None
     if stated and stated not in _FLAGS:
         raise StageError(f"model.base pools by {stated}: data.task embedding knows {', '.join(_FLAGS)}")
-    prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")) or None
     lengths = [_parsed(files, name).get("max_seq_length") for name in _TEXTS]
     return Settings(
         pooling=next((name for name in _FLAGS if name == stated), None),
-        prompt="" if prompt and not config.get("include_prompt", True) else prompt,
+        prompt=(prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")) or None,
+        prompt_is_pooled=config.get("include_prompt", True),
         max_length=next(filter(None, lengths), None),
     )
 
 
 def _check_lower_case(files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    words = [*ascii_lowercase, *filter(str.isalpha, tokenizer.get_vocab())][:_WORDS]
+    words = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha())[:_WORDS]
     if any(_parsed(files, name).get("do_lower_case") for name in _TEXTS) and any(
-        tokenizer(word.lower())["input_ids"] != tokenizer(word.upper())["input_ids"] for word in words
+        tokenizer(word.lower())["input_ids"] != tokenizer(word.upper())["input_ids"]
+        for word in (*ascii_lowercase, *words)
     ):
         raise StageError(
             "model.base changes texts to lower case, and its tokenizer does not: let the tokenizer do it, as by "

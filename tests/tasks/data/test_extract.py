@@ -221,7 +221,7 @@ def test_a_split_in_another_format_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "csv", "jsonl"])
-def test_a_mark_of_the_byte_order_is_no_part_of_a_text(suffix: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_text(suffix: str) -> None:
     """Some editors begin a file with one."""
     row = {"txt": "a text\n", "csv": "text\na text\n", "jsonl": '{"text": "a text"}\n'}[suffix]
     file = Path(f"data/raw/marked.{suffix}")

@@ -72,12 +72,19 @@ def test_without_the_hub_the_cache_answers_if_it_has_all(there: Hub, monkeypatch
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         hf_hub_download("someone/base", name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(StageError, match="may lack files"):
+    with pytest.raises(StageError, match="the hub does not give"):
         load()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     online = load()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert load().files == online.files
+
+
+def test_a_cache_that_takes_no_list_of_files_is_used_while_the_hub_answers(
+    there: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub._snapshot_download.write_tree_cache", lambda *given: None)
+    assert load().model
 
 
 def test_a_name_or_revision_that_the_hub_does_not_have_is_named(there: Hub) -> None:
