@@ -13,8 +13,7 @@ from flows.engine import stages
 from tasks.artifacts.errors import EckartError
 from tasks.config import yaml_edit
 from tasks.config.validation import typed_section
-from tasks.data.hub_ids import hub_id
-from tasks.data.packaged_datasets import PACKAGED
+from tasks.data.hub_inputs import hub_inputs
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -47,21 +46,11 @@ def pin() -> list[Pin]:
         CannotPin: the hub cannot be reached, or does not have the repository.
     """
     stages.check_workspace()
-    model, data, api = typed_section("model"), typed_section("data"), HfApi()
-    inputs: list[tuple[str, str | None, str | None, Callable[..., Any]]] = [
-        ("model", hub_id(model.base), model.revision, api.model_info),
-        ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),
-    ]
-    texts = {"evaluate.texts": typed_section("evaluate").texts, "data.calibration_texts": data.calibration_texts}
-    inputs += [
-        (f"{place}.{name}", hub_id(text.source, PACKAGED), text.revision, api.dataset_info)
-        for place, named in texts.items()
-        for name, text in named.items()
-    ]
+    api, inputs = HfApi(), hub_inputs(*map(typed_section, ("model", "data", "evaluate")))
     pins = [
-        Pin(part, name, revision, _newest(name, newest))
-        for part, name, revision, newest in inputs
-        if name and (revision is None or _COMMIT.fullmatch(revision))
+        Pin(place, name, part.revision, _newest(name, api.model_info if place == "model" else api.dataset_info))
+        for place, (part, name) in inputs.items()
+        if name and (part.revision is None or _COMMIT.fullmatch(part.revision))
     ]
     if changed := [pin for pin in pins if pin.now != pin.before]:
         new: dict[str, Any] = {}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
-from tasks.data.hub_ids import hub_id
-from tasks.data.packaged_datasets import PACKAGED
+from tasks.data.hub_inputs import hub_inputs
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 
 if TYPE_CHECKING:
@@ -232,15 +231,7 @@ def _text_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iter
 
 def _wrong_revisions(typed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each commit of a model or data set that is not on the hub: reports would name it."""
-    inputs: dict[str, tuple[Any, str | None]] = {}
-    if model := typed["model"]:
-        inputs["model"] = model, hub_id(model.base)
-    texts = {"evaluate.texts": typed["evaluate"].texts} if typed["evaluate"] else {}
-    if data := typed["data"]:
-        inputs["data"] = data, hub_id(data.source, PACKAGED)
-        texts["data.calibration_texts"] = data.calibration_texts
-    for place, named in texts.items():
-        inputs |= {f"{place}.{name}": (text, hub_id(text.source, PACKAGED)) for name, text in named.items()}
+    inputs = hub_inputs(typed["model"], typed["data"], typed["evaluate"])
     for place, (stated, name) in inputs.items():
         if stated.revision and not name:
             yield f"{place}.revision: names a commit of the hub, and {place} is not on the hub; write null"
