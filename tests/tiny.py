@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import transformers
@@ -19,15 +19,16 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eckart.calibration.losses import mean_loss_times_batch, token_loss
+from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
+from eckart.factorization.weightings import ErrorNorm, Weighting
 from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, replace, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.mamba import MambaConfig, MambaForSequenceClassification
 from eckart.model.probing import NO_WORDS
 from eckart.model.targets import Target, find_targets, weight_of
+from eckart.ranks.search_problem import SearchProblem
 
 Sample = tuple[Tensor, int]
 """Token ids `(tokens,)` and a label."""
@@ -128,6 +129,19 @@ def collate(texts: Sequence[Sample], length: int = 0, side: str = "right") -> Ba
 def batches(texts: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[Batch]:
     """Return the examples in padded batches of `size` examples."""
     return [collate(texts[start : start + size], length, side) for start in range(0, len(texts), size)]
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("nothing is to be trained or measured")
+
+
+def search_problem(
+    model: Any, targets: Sequence[Target], weighting: Weighting, calibration: Sequence[Batch], keep: float, **more: Any
+) -> SearchProblem:
+    """Return the input of a rank search that trains nothing and takes all batches of `calibration`."""
+    given: dict[str, Any] = {"statistics": {}, "train": refuse, "calibration": lambda *_: calibration}
+    objective = Objective(mean_loss_times_batch, mean_loss_times_batch, None, logits_of, classes=True)
+    return SearchProblem(model, tuple(targets), keep, 0, objective, weighting, **given | more)
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

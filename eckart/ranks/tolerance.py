@@ -34,15 +34,12 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
-from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
+from eckart.calibration.losses import Batch, batch_size
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
-from eckart.factorization.weightings import Weighting
 from eckart.model.layers import set_weight
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.targets import Product, Target
-from eckart.progress import Progress, silent
 from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
@@ -89,79 +86,44 @@ class Tolerance(Method):
             )
 
     def search(self, problem: SearchProblem) -> SearchResult:
-        ranks = tolerated_ranks(
-            problem.model,
-            problem.targets,
-            self,
-            problem.keep,
-            problem.calibration(self.examples),
-            problem.weighting,
-            loss=problem.objective.loss,
-            calibration_loss=problem.objective.calibration_loss,
-            robust=problem.robust,
-            progress=problem.progress,
-        )
+        """Find ranks within `keep`, and give each factorized target the weight of its approximation of that rank.
+
+        If `increase` is None, the loss may rise by the smallest relative increase r found that meets `keep` (choice:
+        the paper sets r and accepts any resulting size). It is found by bisection on a geometric scale of log(1 + r),
+        because it can be orders of magnitude below the increase that the smallest ranks need. If ranks that do not
+        raise the loss already meet `keep`, these are taken, however far below `keep` they are. Biases stay. After an
+        error, the model has its dense weights again.
+
+        Raises:
+            ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`,
+                there is not a batch, a target belongs to an expert, or the loss of the model is not positive and
+                finite.
+        """
+        targets = problem.targets
+        if of_expert := next((target.name for target in targets if target.routed_by), None):
+            raise ValueError(
+                f"{of_expert} belongs to an expert, to which a router may send no token once other targets are "
+                "factorized: write another kind of ranks, or leave experts out (targets.experts in params.yaml)"
+            )
+        budget, dense = allowance(targets, problem.keep), dict.fromkeys([target.name for target in targets])
+        if self.increase is None and total(targets, dense) <= budget:
+            return SearchResult(dense)
+        smallest = {target.name: min(grid_ranks(target, self.grid), default=None) for target in targets}
+        if (least := total(targets, smallest)) > budget:
+            raise ValueError(
+                f"the smallest ranks of the grid keep {least} parameters, more than the {budget} of "
+                f"keep={problem.keep}: raise ranks.grid or keep"
+            )
+        if not (batches := problem.calibration(self.examples)):
+            raise ValueError("there is no calibration example: raise data.sizes.calibration")
+        with eval_mode(problem.model):
+            walks = _Walks(problem, self, batches)
+            try:
+                ranks = walks.meet(budget) if self.increase is None else walks.within(self.increase, budget)
+            except BaseException:
+                walks.restore()
+                raise
         return SearchResult(ranks, changed=True)
-
-
-def tolerated_ranks(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    settings: Tolerance,
-    keep: float,
-    batches: Sequence[Batch],
-    weighting: Weighting,
-    loss: Loss = mean_loss_times_batch,
-    calibration_loss: Loss | None = None,
-    robust: RobustGradients = UNCHANGED,
-    progress: Progress = silent,
-) -> Ranks:
-    """Return ranks within `keep`, and replace the weight of every factorized target by its approximation of that rank.
-
-    If `settings.increase` is None, the loss may rise by the smallest relative increase r found that meets `keep`
-    (choice: the paper sets r and accepts any resulting size). It is found by bisection on a geometric scale of
-    log(1 + r), because it can be orders of magnitude below the increase that the smallest ranks need. If ranks that do
-    not raise the loss already meet `keep`, these are taken, however far below `keep` they are. Biases stay. After an
-    error, `model` has its dense weights again.
-
-    Args:
-        targets: in order of execution, as `find_targets` returns them.
-        batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
-        loss: function that returns the sum of the losses of a batch's examples, by which ranks are judged.
-        calibration_loss: loss for gradient statistics; by default `loss`.
-        robust: what of the gradients counts in these statistics.
-        progress: shows how far each walk over the targets has come.
-
-    Raises:
-        ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
-            is not a batch, a target belongs to an expert, or the loss of `model` is not positive and finite.
-    """
-    if of_expert := next((target.name for target in targets if target.routed_by), None):
-        raise ValueError(
-            f"{of_expert} belongs to an expert, to which a router may send no token once other targets are factorized: "
-            "write another kind of ranks, or leave experts out (targets.experts in params.yaml)"
-        )
-    dense: Ranks = {target.name: None for target in targets}
-    smallest = {target.name: min(grid_ranks(target, settings.grid), default=None) for target in targets}
-    budget = allowance(targets, keep)
-    if settings.increase is None and total(targets, dense) <= budget:
-        return dense
-    if (least := total(targets, smallest)) > budget:
-        raise ValueError(
-            f"the smallest ranks of the grid keep {least} parameters, more than the {budget} of keep={keep}: "
-            "raise ranks.grid or keep"
-        )
-    if not batches:
-        raise ValueError("there is no calibration example: raise data.sizes.calibration")
-    with eval_mode(model):
-        walks = _Walks(model, targets, settings, batches, weighting, loss, calibration_loss or loss, robust, progress)
-        try:
-            if settings.increase is None:
-                return walks.meet(budget)
-            return walks.within(settings.increase, budget)
-        except BaseException:
-            walks.restore()
-            raise
 
 
 def allowed_increases(times: Mapping[str, float], increase: float) -> dict[str, float]:
@@ -235,43 +197,27 @@ class _Walk:
 class _Walks:
     """Walks over the targets of one model; each walk starts from the dense weights and chooses all ranks."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        targets: Sequence[Target],
-        settings: Tolerance,
-        batches: Sequence[Batch],
-        weighting: Weighting,
-        loss: Loss,
-        calibration_loss: Loss,
-        robust: RobustGradients,
-        progress: Progress,
-    ) -> None:
-        self.model = model
-        self.sum_of_losses = loss
-        self.calibration_loss = calibration_loss
-        self.robust = robust
-        self.progress = progress
+    def __init__(self, problem: SearchProblem, settings: Tolerance, batches: Sequence[Batch]) -> None:
+        self.problem = problem
+        self.model, self.targets = problem.model, problem.targets
+        self.batches = batches
         self.walked = 0
-        self.targets = tuple(targets)
         self.changed: dict[str, list[Tensor]] = {}
         """Target name → the parameters that its approximation changes: its weight, or for a product, weight and bias of
         the second layer."""
-        for target in targets:
+        for target in self.targets:
             if isinstance(target, Product):
-                parameters = list(model.get_submodule(target.other.name).parameters())
+                parameters = list(self.model.get_submodule(target.other.name).parameters())
             else:
-                parameters = [model.get_submodule(target.name).get_parameter("weight")]
+                parameters = [self.model.get_submodule(target.name).get_parameter("weight")]
             self.changed[target.name] = [parameter.detach() for parameter in parameters]
         self.dense = self._weights()
-        self.grids = {target.name: grid_ranks(target, settings.grid) for target in targets}
-        self.batches = batches
-        self.weighting = weighting
+        self.grids = {target.name: grid_ranks(target, settings.grid) for target in self.targets}
         # multiply-accumulates by default (choice): unlike seconds, they are the same in every run
         self.times = (
-            module_macs(model, targets, batches[0])
+            module_macs(self.model, self.targets, batches[0])
             if settings.times == "macs"
-            else module_seconds(model, targets, batches[0], _REPETITIONS)
+            else module_seconds(self.model, self.targets, batches[0], _REPETITIONS)
         )
         self.gathered: tuple[str, Statistics] | None = None
         self.loss = self._loss()
@@ -330,7 +276,7 @@ class _Walks:
         walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.loss
         allowed = allowed_increases(self.times, increase)
         self.walked += 1
-        for target in self.progress(self.targets, f"Ranks, pass {self.walked}", "target"):
+        for target in self.problem.progress(self.targets, f"Ranks, pass {self.walked}", "target"):
             bound *= 1 + allowed[target.name]
             walk.ranks[target.name] = self._settle(target, bound, walk.losses)
             if total(self.targets, walk.ranks) > budget:
@@ -345,7 +291,7 @@ class _Walks:
         grid = self.grids[target.name]
         if not grid:
             return None
-        decomposition = decompose_target(self.model, target, self.weighting, self._statistics(target))
+        decomposition = decompose_target(self.model, target, self.problem.weighting, self._statistics(target))
         for rank in grid:
             left, right = decomposition.truncate(rank)
             if isinstance(target, Product):
@@ -365,7 +311,7 @@ class _Walks:
         Input statistics are gathered once for all targets that read the same tensor. Factorizing one of them does not
         change that tensor, unless the target runs repeatedly. Gradient statistics are gathered anew for each target.
         """
-        kinds = self.weighting.statistics
+        kinds = self.problem.weighting.statistics
         if not kinds:
             return {}
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
@@ -373,7 +319,8 @@ class _Walks:
             return self.gathered[1]
         names = {name for layer in target.layers for name in (layer.name, layer.input_of)}
         layers = [layer for other in self.targets for layer in other.layers if layer.name in names]
-        gathered = collect(self.model, self.batches, layers, kinds, self.calibration_loss, robust=self.robust)
+        loss, robust = self.problem.objective.calibration_loss, self.problem.robust
+        gathered = collect(self.model, self.batches, layers, kinds, loss, robust=robust)
         self.gathered = target.input_of, gathered
         return self.gathered[1]
 
@@ -388,7 +335,7 @@ class _Walks:
     def _loss(self) -> float:
         """Return the mean loss of all examples."""
         examples = sum(map(batch_size, self.batches))
-        return sum(float(self.sum_of_losses(self.model, batch)) for batch in self.batches) / examples
+        return sum(float(self.problem.objective.loss(self.model, batch)) for batch in self.batches) / examples
 
     def _weights(self) -> dict[str, list[Tensor]]:
         return {name: [values.clone() for values in changed] for name, changed in self.changed.items()}

@@ -32,7 +32,7 @@ from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.model.layers import factorized
 from eckart.model.targets import find_targets
-from eckart.ranks.tolerance import Tolerance, tolerated_ranks
+from eckart.ranks.tolerance import Tolerance
 from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -160,7 +160,7 @@ def test_a_stage_has_no_second_progress_bar(capfd: pytest.CaptureFixture[str]) -
     statistics = collect(model, BATCHES, targets, ["inputs"])
     for order in (None, InOrder()):
         factorize_model(copy.deepcopy(model), targets, ranks, weighting, statistics, in_order=order, batches=BATCHES)
-    tolerated_ranks(copy.deepcopy(model), targets, Tolerance(), 0.5, BATCHES, weighting)
+    Tolerance().search(tiny.search_problem(copy.deepcopy(model), targets, weighting, BATCHES, 0.5))
     assert capfd.readouterr() == ("", "")
 
 

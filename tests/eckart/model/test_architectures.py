@@ -328,6 +328,6 @@ def test_tolerance_finds_ranks(peculiar):
     model = copy.deepcopy(peculiar.model)
     macs = tolerance.module_macs(model, peculiar.targets, peculiar.batch)
     assert all(macs[target.name] > 0 for target in peculiar.targets)
-    ranks = tolerance.tolerated_ranks(model, peculiar.targets, settings, 1.0, batches, INPUTS)
+    ranks = settings.search(tiny.search_problem(model, peculiar.targets, INPUTS, batches, 1.0)).ranks
     assert set(ranks) == {target.name for target in peculiar.targets}
     assert all((ranks[target.name] or 0) <= largest_rank(target) for target in peculiar.targets)

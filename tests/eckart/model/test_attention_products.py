@@ -24,7 +24,7 @@ from eckart.model.layers import factorized
 from eckart.model.targets import Product, Targets, find_targets, weight_of
 from eckart.onnx import export
 from eckart.ranks.budget import cost, largest_rank, total
-from eckart.ranks.tolerance import Tolerance, tolerated_ranks
+from eckart.ranks.tolerance import Tolerance
 from tests import tiny
 from tests.tiny import ARCHITECTURES, AUTO, LAYERS, LENGTH, loss, padded, unpadded
 from tests.workspace import repository_params, run_stage, tiny_workspace
@@ -274,7 +274,7 @@ def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() ->
     targets = [each for each in found(dense).targets if isinstance(each, Product) or "dense" not in each.name]
     settings = Tolerance(kind="tolerance", increase=0.5, grid=4, examples=12, times="macs")
     walked = copy.deepcopy(dense)
-    ranks = tolerated_ranks(walked, targets, settings, 1.0, BATCHES, INPUTS)
+    ranks = settings.search(tiny.search_problem(walked, targets, INPUTS, BATCHES, 1.0)).ranks
     assert any(ranks[each.name] for each in targets if isinstance(each, Product))
     assert mean_loss(walked) <= 1.5 * mean_loss(dense)
     statistics = collect(dense, BATCHES, targets, ["inputs"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import eckart
-from eckart.calibration.losses import Batch, Objective, logits_of, mean_loss_times_batch
+from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.single_target_ablation import losses_alone
@@ -31,10 +31,6 @@ METHOD = Calibrated(multiple=1, examples=4, held_out=8, alpha=(1.0,), gamma=(0.0
 SQUARE = [Target(name=name, out_features=40, in_features=40, input_of=name) for name in ("h.0.a", "h.1.a", "h.2.a")]
 
 
-def refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("nothing is to be trained")
-
-
 def examples(count: int | None, skip: int = 0) -> Sequence[Batch]:
     stop = None if count is None else skip + count
     return tiny.batches(SAMPLES[skip:stop], 4)
@@ -45,10 +41,8 @@ def problem(model: Any = None, keep: float = 0.4, in_order: InOrder | None = Non
     targets = find_targets(model, BATCHES[0], **options)
     weighting = Kfac()
     statistics = collect(model, BATCHES, targets.targets, weighting.statistics)
-    objective = Objective(mean_loss_times_batch, mean_loss_times_batch, None, logits_of, classes=True)
-    return SearchProblem(
-        model, targets.targets, keep, 0, objective, weighting, statistics, refuse, examples, in_order=in_order
-    )
+    given = tiny.search_problem(model, targets.targets, weighting, [], keep, statistics=statistics, in_order=in_order)
+    return replace(given, calibration=examples)
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -206,7 +200,7 @@ def test_examples_that_leave_none_to_choose_by_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.sizes\.calibration.*ranks\.examples"):
         METHOD.model_copy(update={"examples": 12}).search(problem())
     with pytest.raises(NoRank):
-        METHOD.search(replace(problem(keep=0.01), calibration=refuse))
+        METHOD.search(replace(problem(keep=0.01), calibration=tiny.refuse))
 
 
 def test_predictions_that_are_not_finite_are_an_error() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
 
 import pytest
 import torch
 from pydantic import TypeAdapter
 
-from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.weightings import Plain
 from eckart.model.targets import find_targets, weight_of
@@ -24,15 +22,9 @@ BATCH = tiny.collate(tiny.samples(4))
 UNIFORM = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "share"})
 
 
-def refuse(*_: Any) -> NoReturn:
-    raise AssertionError("nothing is to be trained or measured")
-
-
 def problem(keep: float = 0.5) -> SearchProblem:
-    model, loss = tiny.bert(), mean_loss_times_batch
-    targets = find_targets(model, BATCH).targets
-    objective = Objective(loss, loss, None, logits_of, classes=True)
-    return SearchProblem(model, targets, keep, 0, objective, Plain(kind="none"), {}, train=refuse, calibration=refuse)
+    model = tiny.bert()
+    return tiny.search_problem(model, find_targets(model, BATCH).targets, Plain(kind="none"), [], keep)
 
 
 def test_the_predicted_loss_is_half_the_squared_error_of_the_factors() -> None:

@@ -27,7 +27,6 @@ from eckart.ranks.tolerance import (
     grid_ranks,
     module_macs,
     module_seconds,
-    tolerated_ranks,
 )
 from tests import tiny
 
@@ -95,7 +94,8 @@ def losing(first: float, second: float, third: float) -> list[float]:
 
 
 def solve(model: Additive, increase, keep=1.0, times="macs", weighting=INPUTS) -> list[int | None]:
-    ranks = tolerated_ranks(model, model.targets(), method(increase, 3, times), keep, EYE, weighting)
+    problem = tiny.search_problem(model, model.targets(), weighting, EYE, keep)
+    ranks = method(increase, 3, times).search(problem).ranks
     assert list(ranks) == [target.name for target in model.targets()]
     return list(ranks.values())
 
@@ -265,7 +265,7 @@ def test_each_weight_is_the_best_under_the_statistics_of_the_model_before_it(fam
     """Walked again by hand: the statistics are gathered on the model whose earlier targets are approximated already."""
     model, targets = start(family)
     again, stale = copy.deepcopy(model), collect(model, BATCHES, targets, weighting.statistics)
-    ranks = tolerated_ranks(model, targets, method(0.5), 1.0, BATCHES, weighting)
+    ranks = method(0.5).search(tiny.search_problem(model, targets, weighting, BATCHES, 1.0)).ranks
     moved = 0
     for target in targets:
         rank, module = ranks[target.name], again.get_submodule(target.name)
@@ -291,7 +291,7 @@ def test_inputs_are_gathered_once_for_all_that_read_them(weighting, passes, monk
         lambda *args, robust: gathered.append(robust) or collect(*args, robust=robust),
     )
     model, robust = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1)), RobustGradients((0, 10))
-    tolerated_ranks(model, model.targets(), method(0.5, 3), 1.0, EYE, weighting, robust=robust)
+    method(0.5).search(tiny.search_problem(model, model.targets(), weighting, EYE, 1.0, robust=robust))
     assert gathered == [robust] * passes
 
 
@@ -302,7 +302,7 @@ def test_nothing_but_the_weights_of_factorized_targets_changes():
     model.get_submodule("bert.encoder.layer.0").eval()
     modes = [module.training for module in model.modules()]
     before = state(model)
-    ranks = tolerated_ranks(model, targets, method(0.5, grid=2), 1.0, BATCHES, KFAC)
+    ranks = method(0.5, grid=2).search(tiny.search_problem(model, targets, KFAC, BATCHES, 1.0)).ranks
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
     assert [module.training for module in model.modules()] == modes
