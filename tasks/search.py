@@ -139,13 +139,13 @@ class _Data:
             self.collate,
             data,
             self.curve,
-            **settings.options(),
+            settings.optimization,
+            self.trainer,
             seed=self.seed,
             rules=[rule],
             before=self.steps,
             loss=self.loss,
             dropout=self.dropout,
-            **self.trainer.options(),
         )
         self.model.cpu()
 

@@ -9,6 +9,7 @@ import math
 
 from transformers import set_seed
 
+from eckart.training.optimizer_settings import Optimization
 from eckart.training.schedules import steps_in
 from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
@@ -38,17 +39,17 @@ def teacher() -> None:
     with output(UNTAUGHT) as folder:
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
+    steps = steps_in(settings.epochs, math.ceil(len(data) / settings.batch_size))
     with output(TEACHER) as folder:
         train(
             base.model,
             kind.collate(base.tokenizer, base.model),
             data,
             TEACHER_CURVE,
-            steps=steps_in(settings.epochs, math.ceil(len(data) / settings.batch_size)),
+            Optimization(steps=steps, **settings.model_dump(exclude={"epochs"})),
+            section("trainer", Trainer),
             seed=seed,
             loss=kind.training_loss,
-            **settings.model_dump(exclude={"epochs"}),
-            **section("trainer", Trainer).options(),
         )
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)

@@ -33,7 +33,7 @@ from tasks.models.base_model import load_base
 from tasks.models.model_io import load
 from tasks.runtime.stage_runner import StageError
 from tasks.training.checkpoints import CHECKPOINTS, SECONDS
-from tasks.training.loop import train
+from tests.training import train
 from tests.workspace import BASE, REPOSITORY, a_task, bert, collate, rows, tiny_params, tiny_workspace, write_params
 
 MARKER = Path("marker")

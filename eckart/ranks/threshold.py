@@ -97,8 +97,9 @@ class Threshold(Optimization, Method):
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
 
-    def options(self) -> dict[str, Any]:
-        return {**super().options(), "steps": self.steps + self.frozen_steps}
+    @property
+    def optimization(self) -> Optimization:
+        return super().optimization.model_copy(update={"steps": self.steps + self.frozen_steps})
 
     def search(self, problem: SearchProblem) -> SearchResult:
         rule = ThresholdSearch(problem.model, problem.targets, self, problem.keep)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from eckart.training.learning_rate import Schedule
@@ -26,6 +24,7 @@ class Optimization(BaseModel):
     )
     weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW")
 
-    def options(self) -> dict[str, Any]:
-        """Return the optimizer settings, without what subclasses add, as keyword arguments of the training loop."""
-        return {name: getattr(self, name) for name in Optimization.model_fields}
+    @property
+    def optimization(self) -> Optimization:
+        """These settings, without what subclasses add; with the steps of all phases, if there are several."""
+        return Optimization(**{name: getattr(self, name) for name in Optimization.model_fields})

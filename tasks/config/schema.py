@@ -402,10 +402,6 @@ class Trainer(Section):
         1, description="number of training processes, each on its own GPU; they share the examples of a step"
     )
 
-    def options(self) -> dict[str, Any]:
-        """Return keyword arguments for `train` (tasks/training/loop.py)."""
-        return self.model_dump(exclude={"processes"})
-
 
 class TargetPatterns(Section):
     include: tuple[str, ...] = Field(("*",), description="names of the linear layers to factorize, as shell patterns")

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +20,6 @@ from torch.utils.data import Sampler
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -31,10 +31,11 @@ from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, batch_size, mean_loss
 from eckart.model.hf_format import converted
-from eckart.training.learning_rate import Schedule, share_of_peak
+from eckart.training.learning_rate import share_of_peak
+from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
 from eckart.training.schedules import steps_in
-from tasks.config.schema import Optimizer
+from tasks.config.schema import Optimizer, Trainer
 from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
@@ -49,40 +50,27 @@ def train(
     collate: Collate,
     data: Dataset,
     curve: Path,
+    training: Optimization,
+    trainer: Trainer,
     *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    warmup: float,
-    weight_decay: float,
     seed: int,
     rules: Sequence[Rule] = (),
-    schedule: Schedule = "linear",
-    last_rate: float = 0.0,
-    before: int = 0,
-    precision: Literal["bf16"] | None = None,
-    checkpoint_activations: bool = False,
-    micro_batch: int | None = None,
-    optimizer: Optimizer = "adamw",
     loss: Loss | None = None,
     dropout: bool = True,
+    before: int = 0,
 ) -> int:
-    """Train `model` in place for `steps` steps, or until a rule is done; write the training curve to the file `curve`.
+    """Train `model` in place for all steps, or until a rule is done; write the training curve to the file `curve`.
 
     A killed training resumes from its last checkpoint, and gives the same weights and curve, byte for byte.
 
     Args:
         collate: function that makes a batch from examples of `data`.
-        warmup: share of the steps in which the learning rate rises linearly.
+        training: steps, batch size and learning rates.
+        trainer: how a step is computed. With a micro-batch, the gradients of a step's passes add up to those of the
+            whole batch. Its number of processes is that of this program already.
         rules: methods that are called in each step, such as a pruning method.
-        schedule: the learning rate after the warm-up (eckart/training/learning_rate.py).
-        last_rate: learning rate to which it falls, ÷ the peak.
         loss: the loss whose mean over examples is minimized; None: the model's own loss.
         dropout: whether the model's dropout is on.
-        checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
-        precision: bf16 for mixed precision; None computes in the type of the weights.
-        micro_batch: largest number of examples of a process in a forward and backward pass; the gradients of a step's
-            passes add up to those of the whole batch. None: one pass a step.
         before: number of steps of the earlier trainings whose points are already in `curve`.
 
     Returns:
@@ -95,54 +83,64 @@ def train(
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
         curve.write_text("")
-    if not steps:
+    if not training.steps:
         _finish(model, rules)
         return 0
-    _check_optimizer(optimizer)
-    settings: dict[str, Any] = {
-        "max_steps": steps,
-        "per_device_train_batch_size": _share_of_process(batch_size),
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "seed": seed,
-        "logging_steps": math.ceil(steps / _POINTS),
-        "bf16": precision == "bf16",
-        **({} if optimizer == "adamw" else {"optim": optimizer}),
-    }
-    if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
+    settings = _settings(training, trainer, seed)
+    if trainer.checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    rising = min(steps_in(warmup, steps), steps - 1)  # the first of them has the rate 0, which a single step must not
-    rate = partial(share_of_peak, schedule, steps=steps, warmup=rising, last=last_rate)
     identity = {
         **settings,
-        "batch_size": batch_size,
-        "rate": [schedule, warmup, last_rate],
-        "checkpoint_activations": checkpoint_activations,
-        "micro_batch": micro_batch,
+        "batch_size": training.batch_size,
+        "rate": [training.schedule, training.warmup, training.last_rate],
+        "checkpoint_activations": trainer.checkpoint_activations,
+        "micro_batch": trainer.micro_batch,
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
-    trainer = _RuleTrainer(
+    loop = _RuleTrainer(
         model,
         _arguments(checkpoints.folder, settings),
         train_dataset=data,
         data_collator=collate,
         callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
         rules=rules,
-        rate=rate,
+        rate=_rate(training),
         loss=loss,
         dropout=dropout,
-        micro_batch=micro_batch or batch_size,
+        micro_batch=trainer.micro_batch or training.batch_size,
     )
-    trainer.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
-    trainer.train(resume_from_checkpoint=checkpoints.resume())
+    loop.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
+    loop.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
-    if trainer.model_wrapped is not model or precision:  # wrappers are removed: a loaded model has none
-        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    if loop.model_wrapped is not model or trainer.precision:  # wrappers are removed: a loaded model has none
+        loop.accelerator.unwrap_model(loop.model_wrapped, keep_fp32_wrapper=False)
     _finish(model, rules)
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
-        raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")
-    return trainer.state.global_step
+        raise StageError(f"the weights are not finite after step {training.steps}: lower the learning rate")
+    return loop.state.global_step
+
+
+def _settings(training: Optimization, trainer: Trainer, seed: int) -> dict[str, Any]:
+    """Return those of the Trainer's arguments that differ between trainings."""
+    _check_optimizer(trainer.optimizer)
+    return {
+        "max_steps": training.steps,
+        "per_device_train_batch_size": _share_of_process(training.batch_size),
+        "learning_rate": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "seed": seed,
+        "logging_steps": math.ceil(training.steps / _POINTS),
+        "bf16": trainer.precision == "bf16",
+        **({} if trainer.optimizer == "adamw" else {"optim": trainer.optimizer}),
+    }
+
+
+def _rate(training: Optimization) -> Callable[[int], float]:
+    """Return a function of the number of steps that are done: the next step's learning rate ÷ the peak."""
+    steps = training.steps
+    rising = min(steps_in(training.warmup, steps), steps - 1)  # the first has the rate 0, which a single step must not
+    return partial(share_of_peak, training.schedule, steps=steps, warmup=rising, last=training.last_rate)
 
 
 def _share_of_process(batch_size: int) -> int:
@@ -213,7 +211,7 @@ def _stop_dropout(model: nn.Module) -> None:
             module.training = module.gradient_checkpointing
 
 
-class _RuleTrainer(Trainer):
+class _RuleTrainer(transformers.Trainer):
     """Trainer that calls the rules in each step, and runs the examples of a step in one or more micro-batches."""
 
     def __init__(

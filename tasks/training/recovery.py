@@ -57,9 +57,19 @@ def recover(
         given = replace(problem, teacher_logits=partial(saved_logits, problem, data, collate, training, trainer))
         if training.steps:  # without a step, no teacher is needed
             rules += training.rules(given)  # type: ignore[attr-defined]  # every training of a recovery has `rules`
-        options = {**training.options(), **trainer.options(), "seed": problem.seed}
         objective = problem.objective
-        options |= {"loss": objective.training_loss, "dropout": objective.dropout, "rules": rules, "before": steps}
-        steps += train(problem.model, collate, data, curve, **options)
+        steps += train(
+            problem.model,
+            collate,
+            data,
+            curve,
+            training.optimization,
+            trainer,
+            seed=problem.seed,
+            rules=rules,
+            loss=objective.training_loss,
+            dropout=objective.dropout,
+            before=steps,
+        )
     if storage == "pivoted":
         pivot(problem.model)

@@ -307,7 +307,7 @@ def test_u_sigma_and_v_train_on_while_the_thresholds_are_frozen():
     wanted = (model.a(x) + model.b(x)).detach()
     rule = searching(model, keep=0.5, threshold_learning_rate=0.1, learning_rate=1e-2, frozen_steps=5, steps=200)
     optimizer, ranks, before = optimizer_of(rule, model), [], None
-    for number in range(rule.method.options()["steps"]):
+    for number in range(rule.method.optimization.steps):
         rule.before_forward(number)
         loss = (model.a(x) + model.b(x) - wanted).square().mean() + rule.extra_loss(None, {}, None)
         loss.backward()

@@ -17,9 +17,9 @@ from eckart.recovery.lora import Lora, LoraRule
 from eckart.training.rules import Rule
 from tasks.models.model_io import load, save
 from tasks.training.checkpoints import SECONDS
-from tasks.training.loop import train
 from tests import tiny
 from tests.killing import Kill, Killed
+from tests.training import train
 
 CLASSES = tiny.collate(tiny.samples(5))
 TEXT = {**CLASSES, "labels": CLASSES["input_ids"]}

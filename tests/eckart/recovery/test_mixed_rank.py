@@ -22,8 +22,8 @@ from eckart.model import hf_format
 from eckart.model.layers import LowRankLinear, factorize_target
 from eckart.model.targets import find_targets, weight_of
 from eckart.recovery.mixed_rank import MixedLinear, MixedRank, MixedRankRule
-from tasks.training.loop import train
 from tests import tiny
+from tests.training import train
 from tests.workspace import collate, rows, tiny_config, tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(5))
@@ -283,7 +283,7 @@ def trained(sources: SimpleNamespace, again: bool = False) -> PreTrainedModel:
     """Train; with `again`, activations within layers are computed again on the way back."""
     model = AutoModelForSequenceClassification.from_pretrained(sources.folder)
     rule = MixedRankRule(model, sources.weights, settings(steps=3), classes=True, seed=0)
-    options = {**rule.settings.options(), "seed": 0, "checkpoint_activations": again}
+    options = {**vars(rule.settings.optimization), "checkpoint_activations": again}
     train(model, collate(), rows(), CURVE, **options, rules=[rule])
     return model
 

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from eckart.model.targets import Target, find_targets, weight_of
 from eckart.shaping.outcome import average_rank, numerical_rank
 from eckart.shaping.pruning import Pruning, WeightPruning
-from tasks.training.loop import train
 from tests import tiny
+from tests.training import train
 from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 
@@ -96,7 +96,7 @@ def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypat
     copied(**tiny_tokenizer().pad(data[:], return_tensors="pt")).loss.backward()
     assert torch.nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]) > 2
     rule = pruning(model, bert_targets(model), settings(steps=1))
-    train(model, collate(), data, Path("curve.jsonl"), **rule.pruning.options(), seed=0, rules=[rule])
+    train(model, collate(), data, Path("curve.jsonl"), **vars(rule.pruning.optimization), rules=[rule])
     for name, scores in rule.state().items():
         weight = copied.get_submodule(name).weight
         torch.testing.assert_close(scores, -weight.grad * weight.detach(), rtol=1e-3, atol=1e-6)

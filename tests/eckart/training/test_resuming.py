@@ -24,8 +24,8 @@ from eckart.residual.sparse_rows import RowMasking, RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
 from tasks.training.checkpoints import SECONDS
-from tasks.training.loop import train
 from tests.killing import Kill, Killed
+from tests.training import train
 from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 STEPS = 6

@@ -25,8 +25,8 @@ from eckart.recovery.teacher_logits import TeacherLogits, largest
 from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.training.rules import Rule
 from tasks.training.checkpoints import CHECKPOINTS, SECONDS, digest
-from tasks.training.loop import train
 from tests import tiny
+from tests.training import train
 from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0, "steps": 22}

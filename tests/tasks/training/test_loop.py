@@ -13,7 +13,7 @@ from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from tasks.runtime.stage_runner import StageError
-from tasks.training.loop import train
+from tests.training import train
 from tests.workspace import bert, collate, rows
 
 POINTS = 20

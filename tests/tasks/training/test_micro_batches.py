@@ -27,9 +27,9 @@ from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
 from tasks.runtime.stage_runner import StageError
 from tasks.training.checkpoints import SECONDS
-from tasks.training.loop import train
 from tests import tiny
 from tests.killing import Kill, Killed
+from tests.training import train
 from tests.workspace import bert, collate, rows
 
 STEPS = 3

@@ -13,8 +13,8 @@ from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from tasks.config.schema import Trainer
 from tasks.nlp_tasks import kind_of
-from tasks.training.loop import train
 from tasks.training.recovery import recover
+from tests.training import train
 from tests.workspace import a_task, bert, collate, rows
 
 STEPS = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3}
@@ -42,7 +42,7 @@ def test_a_recovery_is_its_trainings_one_after_the_other(tmp_path: Path, setting
     recovery = TypeAdapter(Recovery).validate_python(settings)
     recover(problem, recovery, rows, collate(), tmp_path / "curve.jsonl", Trainer())
     for number, training in enumerate(recovery.trainings.values()):
-        options = {**training.options(), "seed": 7, "before": 3 * number, "loss": objective.training_loss}
+        options = {**vars(training.optimization), "seed": 7, "before": 3 * number, "loss": objective.training_loss}
         train(expected, collate(), rows(), tmp_path / "expected.jsonl", **options)
     assert all(torch.equal(values, expected.state_dict()[name]) for name, values in model.state_dict().items())
     assert (tmp_path / "curve.jsonl").read_text() == (tmp_path / "expected.jsonl").read_text()
