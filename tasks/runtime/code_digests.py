@@ -14,6 +14,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -46,6 +47,7 @@ _KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
 _NO_DATA = (".py", ".pyc", ".typed", ".yaml")
 """Suffixes of files in a package that are not data of a stage."""
 _RESOLVE = "resolve"
+_TRIES = 10
 
 
 class CodeChanged(EckartError):
@@ -192,7 +194,7 @@ def _without_defaults(source: bytes) -> bytes:
     """Return the source of a module without the defaults of fields and the docstrings of its undecorated classes."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     cuts: list[tuple[int, int]] = []
-    for node in ast.parse(source).body:
+    for node in _parsed(source).body:
         for part in node.body if isinstance(node, ast.ClassDef) and not node.decorator_list else ():
             if isinstance(part, ast.AnnAssign) and part.value and "ClassVar" not in ast.unparse(part.annotation):
                 cuts.append((_end(part.annotation, starts), _end(part.value, starts)))
@@ -201,6 +203,14 @@ def _without_defaults(source: bytes) -> bytes:
     for start, end in sorted(cuts, reverse=True):
         source = source[:start] + source[end:]
     return source
+
+
+def _parsed(source: bytes) -> ast.Module:
+    """Parse source code, once more where another thread does so at the same moment, which CPython may fail on."""
+    for _ in range(_TRIES - 1):
+        with suppress(SystemError):  # python/cpython#106905, seen with Python 3.11
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 def _end(node: ast.expr | ast.stmt, starts: Sequence[int]) -> int:

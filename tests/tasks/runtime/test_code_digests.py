@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 from typing import Any
 
 import pytest
@@ -90,6 +92,25 @@ def test_neither_a_default_nor_its_description_is_code() -> None:
 def test_all_else_in_a_class_is_code(before: bytes, after: bytes) -> None:
     edited = SOURCE.replace(before, after)
     assert code_digests._without_defaults(edited) != code_digests._without_defaults(SOURCE)
+
+
+def test_source_is_parsed_although_other_code_is_parsed_meanwhile() -> None:
+    """As by another thread, which gets its turn when garbage is collected: two parsers share a count in CPython."""
+    collected = iter(range(3))
+
+    def parse(phase: str, info: dict[str, int]) -> None:
+        if next(collected, None) is not None:
+            ast.parse("1")
+
+    source, thresholds = SOURCE * 20, gc.get_threshold()
+    gc.callbacks.append(parse)
+    gc.set_threshold(20)
+    try:
+        code_digests._without_defaults(source)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(parse)
+    assert next(collected, None) is None
 
 
 def test_code_is_not_checked_where_nothing_names_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
