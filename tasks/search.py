@@ -139,7 +139,7 @@ class _Data:
             self.collate,
             data,
             self.curve,
-            settings.optimization,
+            settings,
             self.trainer,
             seed=self.seed,
             rules=[rule],

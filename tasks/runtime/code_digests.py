@@ -47,7 +47,7 @@ _KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
 _NO_DATA = (".py", ".pyc", ".typed", ".yaml")
 """Suffixes of files in a package that are not data of a stage."""
 _RESOLVE = "resolve"
-_TRIES = 10
+_TRIES = 10  # of parsing a file: two threads seldom do so at the same moment
 
 
 class CodeChanged(EckartError):
@@ -206,7 +206,7 @@ def _without_defaults(source: bytes) -> bytes:
 
 
 def _parsed(source: bytes) -> ast.Module:
-    """Parse source code, once more where another thread does so at the same moment, which CPython may fail on."""
+    """Parse source code, again if another thread did so at the same moment, on which CPython may fail."""
     for _ in range(_TRIES - 1):
         with suppress(SystemError):  # python/cpython#106905, seen with Python 3.11
             return ast.parse(source)

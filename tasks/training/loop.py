@@ -65,9 +65,9 @@ def train(
 
     Args:
         collate: function that makes a batch from examples of `data`.
-        training: steps, batch size and learning rates.
+        training: settings of the optimizer, with the number of steps.
         trainer: how a step is computed. With a micro-batch, the gradients of a step's passes add up to those of the
-            whole batch. Its number of processes is that of this program already.
+            whole batch. `processes` is not read: they have been started by now.
         rules: methods that are called in each step, such as a pruning method.
         loss: the loss whose mean over examples is minimized; None: the model's own loss.
         dropout: whether the model's dropout is on.
@@ -80,6 +80,7 @@ def train(
         StageError: the loss or a weight is not finite, the processes cannot share the examples of a step, or this
             machine cannot run the optimizer.
     """
+    training = training.optimization  # a method's own settings may have several phases
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
         curve.write_text("")
@@ -87,7 +88,7 @@ def train(
         _finish(model, rules)
         return 0
     settings = _settings(training, trainer, seed)
-    if trainer.checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
+    if trainer.checkpoint_activations:  # not set in transformers' arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     identity = {
@@ -122,7 +123,7 @@ def train(
 
 
 def _settings(training: Optimization, trainer: Trainer, seed: int) -> dict[str, Any]:
-    """Return those of the Trainer's arguments that differ between trainings."""
+    """Return those arguments of transformers' Trainer that differ between trainings."""
     _check_optimizer(trainer.optimizer)
     return {
         "max_steps": training.steps,

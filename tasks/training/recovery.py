@@ -63,7 +63,7 @@ def recover(
             collate,
             data,
             curve,
-            training.optimization,
+            training,
             trainer,
             seed=problem.seed,
             rules=rules,

@@ -208,6 +208,12 @@ def test_the_smallest_increase_that_meets_keep():
     assert loss_of(model, EYE) == pytest.approx(2.1)
 
 
+def test_a_dense_model_that_meets_keep_is_not_even_run():
+    model = Additive(a=losing(4, 2, 1))
+    result = method().search(tiny.search_problem(model, model.targets(), INPUTS, [], 1.0))
+    assert (result.ranks, result.changed) == ({"maps.a": None}, False)
+
+
 @given(
     st.lists(st.floats(0.01, 10), min_size=16, max_size=16),
     st.floats(0.25, 1),
