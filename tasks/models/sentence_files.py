@@ -22,6 +22,7 @@ _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-robert
 _TEXTS = tuple(f"sentence_{family}_config.json" for family in _FAMILIES)
 """Files of which a model has one. It says how texts are made ready for the tokenizer."""
 _FILES = (_MODULES, _POOLING, _PROMPTS, *_TEXTS)
+_TOKENIZER = "tokenizer_config.json"
 _WORDS = 1000  # that tell whether a tokenizer changes letters to lower case
 _FLAGS: Mapping[Pooling, str] = {
     "mean": "mean_tokens",
@@ -49,7 +50,7 @@ def settings_of(folder: Path) -> Settings:
     Raises:
         StageError: the model has a module or a pooling that is not supported.
     """
-    return _settings(_read(folder))
+    return _settings(folder, _read(folder))
 
 
 def of_base(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[str, str]:
@@ -65,7 +66,7 @@ def of_base(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     if config.is_encoder_decoder:
         raise StageError(f"model.base is a {config.model_type} with a decoder: embeddings need a model without one")
     files = _read(folder)
-    own, pooling = _settings(files), task.pooling or "mean"
+    own, pooling = _settings(folder, files), task.pooling or "mean"
     if own.pooling not in (None, pooling):
         raise StageError(f"model.base pools by {own.pooling}, and data.pooling by {pooling}: write {own.pooling} there")
     if own.prompt and task.prefix is None:
@@ -117,7 +118,7 @@ def _parsed(files: Mapping[str, str], name: str) -> Mapping[str, Any]:
     return json.loads(files[name]) if name in files else {}
 
 
-def _settings(files: Mapping[str, str]) -> Settings:
+def _settings(folder: Path, files: Mapping[str, str]) -> Settings:
     if _MODULES in files and not _are_known(modules := json.loads(files[_MODULES])):
         raise StageError(
             f"model.base has the modules {', '.join(_kinds(modules))}, and data.task embedding knows Transformer, "
@@ -128,13 +129,19 @@ def _settings(files: Mapping[str, str]) -> Settings:
     stated = _pooling(config) if config else None
     if stated and stated not in _FLAGS:
         raise StageError(f"model.base pools by {stated}: data.task embedding knows {', '.join(_FLAGS)}")
-    lengths = [_parsed(files, name).get("max_seq_length") for name in _TEXTS]
     return Settings(
         pooling=next((name for name in _FLAGS if name == stated), None),
         prompt=(prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")) or None,
         prompt_is_pooled=config.get("include_prompt", True),
-        max_length=next(filter(None, lengths), None),
+        max_length=_max_length(folder, files),
     )
+
+
+def _max_length(folder: Path, files: Mapping[str, str]) -> int | None:
+    lengths = [_parsed(files, name).get("max_seq_length") for name in _TEXTS]
+    if _MODULES in files and (tokenizer := folder / _TOKENIZER).exists():  # from version 6 of sentence-transformers on
+        lengths.append(json.loads(tokenizer.read_text()).get("model_max_length"))
+    return next(filter(None, lengths), None)
 
 
 def _check_lower_case(files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
