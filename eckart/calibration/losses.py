@@ -111,6 +111,8 @@ def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) ->
             "set distillation.logits to 0"
         )
     student, teacher = student.float(), teacher.float()
+    if not len(student):  # a batch without a labeled token, whose mean would not be a number
+        return student.sum()
     if temperature is None:
         return mse_loss(student, teacher)
     logs, teacher_logs = log_softmax(student / temperature, dim=-1), log_softmax(teacher / temperature, dim=-1)

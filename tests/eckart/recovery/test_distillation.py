@@ -194,3 +194,12 @@ def test_a_model_without_hidden_states_is_an_error():
     outputs = model(**BATCH)
     with pytest.raises(ValueError, match=r"distillation\.layers"):
         rule(model).extra_loss(model, BATCH, outputs)
+
+
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_a_batch_without_predictions_changes_nothing(temperature: float | None) -> None:
+    """Such as one of texts whose tokens have no labels."""
+    student = torch.zeros(0, 3, requires_grad=True)
+    error = logits_error(student, torch.zeros(0, 3), temperature)
+    error.backward()
+    assert float(error.detach()) == 0
