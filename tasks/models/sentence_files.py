@@ -139,7 +139,7 @@ def _settings(folder: Path, files: Mapping[str, str]) -> Settings:
 
 def _max_length(folder: Path, files: Mapping[str, str]) -> int | None:
     lengths = [_parsed(files, name).get("max_seq_length") for name in _TEXTS]
-    if _MODULES in files and (tokenizer := folder / _TOKENIZER).exists():  # from version 6 of sentence-transformers on
+    if (tokenizer := folder / _TOKENIZER).exists():  # where sentence-transformers looks if no file of its own says it
         lengths.append(json.loads(tokenizer.read_text()).get("model_max_length"))
     return next(filter(None, lengths), None)
 

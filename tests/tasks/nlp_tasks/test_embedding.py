@@ -190,14 +190,12 @@ def test_a_base_that_embeds_otherwise_is_refused(tmp_path: Path, files: dict[str
 
 
 def test_the_tokenizer_may_say_how_many_tokens_the_base_reads(tmp_path: Path) -> None:
-    """As sentence-transformers 6 writes it, if no file of its own does."""
-    modules = [{"type": f"a.{kind}", "path": path} for kind, path in [*MODULES.items()][:3]]
-    files: dict[str, Any] = {"modules.json": modules, "tokenizer_config.json": {"model_max_length": 8}}
-    folder = base_with(tmp_path / "base", files)
+    """As sentence-transformers 6 writes it, and reads it in a plain folder to which we add its files."""
+    folder = base_with(tmp_path / "base", {"tokenizer_config.json": {"model_max_length": 8}})
     assert sentence_files.settings_of(folder).max_length == 8
     with pytest.raises(StageError, match=r"write 8 for data\.max_length"):
         sentence_files.of_base(folder, tiny_config(), tiny_tokenizer(), task(max_length=16))
-    base_with(folder, files | {"sentence_bert_config.json": {"max_seq_length": 16}})
+    base_with(folder, {"sentence_bert_config.json": {"max_seq_length": 16}})
     assert sentence_files.settings_of(folder).max_length == 16
 
 
