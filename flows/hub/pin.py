@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,8 @@ from flows.engine import stages
 from tasks.artifacts.errors import EckartError
 from tasks.config import yaml_edit
 from tasks.config.validation import typed_section
+from tasks.data.hub_ids import COMMIT
 from tasks.data.hub_inputs import hub_inputs
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class CannotPin(EckartError):
@@ -50,7 +48,7 @@ def pin() -> list[Pin]:
     pins = [
         Pin(place, name, part.revision, _newest(name, api.model_info if place == "model" else api.dataset_info))
         for place, (part, name) in inputs.items()
-        if name and (part.revision is None or _COMMIT.fullmatch(part.revision))
+        if name and (part.revision is None or COMMIT.fullmatch(part.revision))
     ]
     if changed := [pin for pin in pins if pin.now != pin.before]:
         new: dict[str, Any] = {}

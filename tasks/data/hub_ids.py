@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LOCAL = (Path("data/raw"), Path("models/base"))
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -29,7 +29,10 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
     ids = {label: position for position, label in enumerate(names or classes)}
     for name, column in labels.items():
         if unknown := [label for label in _classes(column, params) if label not in ids]:
-            raise StageError(f"the {name} split has labels that train does not have, {unknown}: check data.splits")
+            raise StageError(
+                f"the {name} split has labels that train does not have, {unknown}: remove those examples, or get some "
+                "into train, whose rows follow from data.splits, data.sizes.train and data.seed"
+            )
     return ids
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks._encoding import encode_texts
 from tasks.nlp_tasks._prediction import Columns, predict
 from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored, Tokenizer
 
@@ -24,7 +25,7 @@ class SequenceTask(NlpTask):
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
         texts = [frame[column].tolist() for column in ("text", "text_pair") if column in frame]
-        inputs = dict(tokenizer(*texts, truncation=True, max_length=self.spec.max_length))
+        inputs = encode_texts(tokenizer, *texts, max_length=self.spec.max_length)
         return {**inputs, "labels": self.targets(frame["label"])} if "label" in frame else inputs
 
     def targets(self, labels: pd.Series) -> list[object]:

@@ -21,6 +21,7 @@ from eckart.calibration.losses import Batch, Loss, Predictions
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import Metric, MetricName
 from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks._encoding import encode_texts
 from tasks.nlp_tasks._prediction import Columns, predict
 from tasks.nlp_tasks.nlp_task import NUMBERS, Answers, NlpTask, Scored, Tokenizer
 from tasks.nlp_tasks.regression import Regression, correlation
@@ -78,7 +79,7 @@ class Embedding(NlpTask):
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
         """Return each text as an example of its own, also those of a pair, with the original's embedding as label."""
         texts = [f"{self.spec.prefix or ''}{text}" for text in _texts(frame).ravel()]
-        inputs = dict(tokenizer(texts, truncation=True, max_length=self.spec.max_length))
+        inputs = encode_texts(tokenizer, texts, max_length=self.spec.max_length)
         return {**inputs, "labels": _originals(frame).reshape(len(texts), -1)} if "original" in frame else inputs
 
     def with_originals(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame) -> pd.DataFrame:

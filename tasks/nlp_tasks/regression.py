@@ -56,6 +56,12 @@ class Regression(SequenceTask):
             raise StageError(
                 f"float32 rounds away the differences between numbers in {column}: subtract their mean, or scale them"
             )
+        for split, frame in splits.items():
+            if split != "calibration" and frame["label"].nunique() < 2:  # on the hub, -1 marks rows without a label
+                raise StageError(
+                    f"{column} is {frame['label'].iloc[0]:g} in all rows of the {split} split, from which no model can "
+                    "be told from another: name another split in data.splits, or null, or give it more rows"
+                )
         return ()
 
     @classmethod

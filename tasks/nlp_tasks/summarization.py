@@ -1,9 +1,10 @@
 """Summarization with an encoder-decoder: the encoder reads a document, the decoder generates a summary.
 
 Scores are ROUGE F-measures (Lin, 2004), computed with `rouge_score` and stemming: each generated summary is compared
-with its whole, untruncated reference, and the metric is the mean over examples. ROUGE ignores all characters except
-English letters and digits.
+with its whole, untruncated reference, and the metric is the mean over examples.
 
+(choice) Words of all scripts count, and accents; `rouge_score` alone counts a to z and digits. In scripts without
+spaces between words, such as Chinese, each character counts as a word.
 (choice) ROUGE-L treats a summary as one sequence. Papers on CNN/DailyMail often report ROUGE-Lsum, the union over
 sentences, which is larger. For summaries of one sentence, as in XSum, the two are equal.
 (choice) Decoding is greedy unless data.generation asks for beams. Greedy decoding is cheap and has no settings; papers
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
@@ -29,6 +31,7 @@ from eckart.calibration.batches import decoder_inputs
 from eckart.calibration.losses import IGNORED, Loss, Predictions, labeled_logits, token_loss, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks._encoding import encode_texts
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
 from tasks.nlp_tasks.nlp_task import STRING, Answers, NlpTask, Scored, Tokenizer
 
@@ -39,6 +42,12 @@ if TYPE_CHECKING:
 _TITLES = "".join(rf"(?<!\b{title})" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Prof"))
 _END = re.compile(rf"(?P<sentence>(?:{_TITLES}\.|[!?])[.!?]*[\"'”’)\]]*)\s+(?![a-z\s])")
 """The end of a sentence; the group `sentence` is without the white space after it."""
+
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_WORD = pre_tokenizers.Split(
+    Regex(rf"[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]&&[^{_UNSPACED}]]+"), behavior="removed", invert=True
+)
+"""Finds the words of a text: letters, their marks and digits, or one character of a script without spaces."""
 
 
 class Summarization(NlpTask):
@@ -73,7 +82,7 @@ class Summarization(NlpTask):
         Documents are cut to `max_length` tokens, and summaries to `target_length`.
         """
         documents = [(self.spec.prefix or "") + text for text in frame["text"]]
-        inputs = tokenizer(documents, truncation=True, max_length=self.spec.max_length)
+        inputs = encode_texts(tokenizer, documents, max_length=self.spec.max_length)
         columns = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
         if "label" not in frame:
             return columns
@@ -164,9 +173,22 @@ def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
     # Imported only here: rouge_score imports absl, which closes stderr if logging is set up afterwards.
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(Summarization.metrics, use_stemmer=True)
+    scorer = RougeScorer(Summarization.metrics, tokenizer=_Words())
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
     return pd.DataFrame({name: [row[name].fmeasure for row in rows] for name in Summarization.metrics})
+
+
+class _Words:
+    """Cuts a text into stems of words for `rouge_score`, whose own tokenizer knows English letters and digits alone."""
+
+    def __init__(self) -> None:
+        from nltk.stem.porter import PorterStemmer
+
+        self._stem = PorterStemmer().stem
+
+    def tokenize(self, text: str) -> list[str]:
+        words = (word for word, _ in _WORD.pre_tokenize_str(text.lower()))
+        return [self._stem(word) if len(word) > 3 else word for word in words]  # as rouge_score does
 
 
 def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
 import torch
 from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from eckart.calibration.embeddings import Pooling
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tasks.artifacts.errors import StageError
@@ -129,6 +130,23 @@ def test_an_output_that_is_not_finite_is_an_error(case: Case) -> None:
         model.get_input_embeddings().weight.fill_(torch.nan)
     with pytest.raises(StageError):
         kind_of(case.task).score(model, case.tokenizer(), case.rows(), 8, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ("classification", "regression", "multi_label_classification", "summarization")),
+        *(("embedding", {"pooling": pooling}) for pooling in get_args(Pooling)),
+    ],
+)
+def test_an_empty_text_is_answered_and_the_same_beside_others(name: str, settings: dict[str, Any]) -> None:
+    """A tokenizer that adds no special token finds no token in it. Texts to score have none that is empty."""
+    case = CASES[name]
+    tokenizer, kind, model = case.tokenizer(), kind_of(case.task.model_copy(update=settings)), case.model().eval()
+    tokenizer.backend_tokenizer.post_processor = None
+    answers = [kind.answers(model, tokenizer, pd.DataFrame({"text": ["", *more]}), 8)[0] for more in ([], ["the plot"])]
+    alone, beside = (pd.DataFrame([row]).explode([*row]).infer_objects() for row in answers)
+    pd.testing.assert_frame_equal(alone, beside, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["token_classification", "question_answering"])

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -146,10 +147,28 @@ def ids(text: str) -> list[int]:
         ("plot\ncast", "cast\nplot", {"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2}),
         ("The endings.", "the ending", {"rouge1": 1, "rouge2": 1, "rougeL": 1}),  # stems
         ("the plot", "", {"rouge1": 0, "rouge2": 0, "rougeL": 0}),
+        # words of other scripts: 1 of 2 is right of 3; accents and vowel signs are part of a word
+        ("Новый закон", "новый город, дождь", {"rouge1": 2 / 5, "rouge2": 0, "rougeL": 2 / 5}),
+        ("le café", "le cafe", {"rouge1": 1 / 2, "rouge2": 0, "rougeL": 1 / 2}),
+        ("में है", "म ह", {"rouge1": 0, "rouge2": 0, "rougeL": 0}),
+        # without spaces, characters: 2 of 3 are right of 2, and their pair of 2 is right of 1
+        ("新法案", "法案。", {"rouge1": 4 / 5, "rouge2": 2 / 3, "rougeL": 4 / 5}),
     ],
 )
 def test_rouge_by_hand(reference: str, summary: str, expected: dict[str, float]) -> None:
     assert rouge([reference], [summary]).iloc[0].to_dict() == pytest.approx(expected)
+
+
+def test_english_has_the_scores_of_rouge_score() -> None:
+    """Also where words touch signs, and where one has three letters, which is not stemmed."""
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    reference, summary = (
+        "The U.S.A.'s 2nd-best co_op (5%) dies, was flying.",
+        "the U.S. dying; 2nd best co-op flies at 5",
+    )
+    expected = {name: score.fmeasure for name, score in scorer.score(reference, summary).items()}
+    assert 0 < expected["rouge2"] < expected["rouge1"] < 1
+    assert rouge([reference], [summary]).iloc[0].to_dict() == expected
 
 
 # --- rows and batches ------------------------------------------------------------------------------------------------
