@@ -16,13 +16,11 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
-from datasets.packaged_modules.cache.cache import Cache
-from huggingface_hub import try_to_load_from_cache
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Columns, Data, Splits, Text
-from tasks.data.hub_ids import COMMIT
+from tasks.data.hub_data import load_from_hub
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
@@ -237,11 +235,7 @@ def _check_utf8(file: Path) -> None:
 
 def _from_hub(params: Data) -> dict[str, Callable[[], datasets.Dataset]]:
     try:
-        builder = datasets.load_dataset_builder(params.source, params.config, revision=params.revision)
-        if isinstance(builder, Cache):
-            builder = _in_cache(builder, params)
-        builder.download_and_prepare()
-        found = dict(builder.as_dataset())
+        found = load_from_hub(params.source, params.config, params.revision)
     except StageError:
         raise
     except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
@@ -250,37 +244,6 @@ def _from_hub(params: Data) -> dict[str, Callable[[], datasets.Dataset]]:
             f"give it: {error}"
         ) from error
     return {name: partial(found.get, name) for name in found}
-
-
-def _in_cache(newest: Cache, params: Data) -> Cache:
-    """Return the commit and the configuration that `params` names, from the cache of `datasets`.
-
-    If the hub does not give a data set, the library takes what it loaded last, `newest`: maybe another commit, or
-    another configuration.
-
-    Raises:
-        StageError: the cache does not have it, or does not know which commit a branch or a tag is.
-    """
-    missing, commit = f"the hub does not give {params.source}", params.revision
-    if commit is None or not COMMIT.fullmatch(commit):
-        card = try_to_load_from_cache(params.source, "README.md", revision=commit, repo_type="dataset")
-        if not isinstance(card, str):
-            raise StageError(
-                f"{missing}, and the cache does not know which commit {commit or 'main'} is: run again when the hub "
-                "does, or set revision to a commit"
-            )
-        commit = Path(card).parent.name
-    found = {path.parts[-3]: path.parts[-2] for path in Path(newest.cache_dir).parents[2].glob(f"*/*/{commit}")}
-    config = params.config or "default"
-    if config not in found:
-        present = f"has only the configuration {', '.join(found)} of" if found else "does not have"
-        raise StageError(
-            f"{missing}, and the cache {present} its commit {commit}: run again when the hub does"
-            + (", or name the configuration in config" if found else "")
-        )
-    say(f"the hub does not give {params.source}: its commit {commit} is read from the cache")
-    version, name = found[config], newest.dataset_name
-    return Cache(dataset_name=name, repo_id=params.source, config_name=config, version=version, hash=commit)
 
 
 def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.DataFrame:

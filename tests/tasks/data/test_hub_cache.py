@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import yaml
 
 from tasks.artifacts.task_spec import load_task
 from tests.tasks.sources import extracted, refusal
@@ -57,12 +58,20 @@ def test_a_commit_that_was_never_loaded_is_refused(revision: str) -> None:
     assert re.search(rf"\bcache\b.*\b{revision}\b", refusal("someone/reviews", revision=revision, **GIVEN))
 
 
-@pytest.mark.parametrize("config", [None, "de"])
-def test_another_configuration_is_refused(cache: Path, config: str | None) -> None:
-    """The default one may have any name, which only the hub tells."""
+@pytest.mark.parametrize("config", [None, "de", "en"])
+@pytest.mark.parametrize("default", ["de", "en"])
+def test_the_configuration_is_the_one_that_is_asked_for_or_the_default(
+    cache: Path, tmp_path: Path, config: str | None, default: str
+) -> None:
+    """The cache has only en, which the library would take for any default."""
     cache.parent.rename(cache.parent.with_name("en"))
     for info in cache.parents[1].glob("en/*/*/dataset_info.json"):
         info.write_text(info.read_text().replace('"config_name": "default"', '"config_name": "en"'))
-    said = refusal("someone/reviews", config=config, revision=OLD, **GIVEN)
-    assert re.search(r"\ben\b" if config is None else r"\bde\b", said)
-    assert len(extracted("someone/reviews", config="en", revision=OLD, sizes={"test": 100}, **GIVEN)["test"]) == 12
+    (card,) = tmp_path.glob("hub/*/snapshots/*/README.md")
+    configs = [{"config_name": name, "data_files": f"{name}.csv", "default": name == default} for name in ("de", "en")]
+    card.write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    given = {"config": config, "revision": OLD, "sizes": {"test": 100}, **GIVEN}
+    if (config or default) == "en":
+        assert len(extracted("someone/reviews", **given)["test"]) == 12
+    else:
+        assert re.search(r"\ben\b", refusal("someone/reviews", **given))
