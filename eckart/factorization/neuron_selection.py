@@ -14,11 +14,17 @@ eⱼ column j of E. In three layers of SmolLM2 the predicted loss at 40 % of the
 with ridge leverage.
 
 The neurons are taken in groups, because a group updates E by one matrix product: in each round, the exact greedy choice
-is made among the candidates that lower the loss most, and E is updated once.
+is made among the candidates that lower the loss most, and E is updated once. With L W in place of W, the loss is that
+of A = 1, which halves the work.
+
+The smaller layers may be factorized, too. The squares of their weighted singular values are the eigenvalues of a moment
+`(m, m)`, which a larger width adds to, so that no width needs a fit or a root of its own: for the down layer it is
+L W_S B[S, S] W_Sᵀ Lᵀ = L W (B − E) Wᵀ Lᵀ, for a layer W `(n, in)` before the neurons (W R)[S]ᵀ A[S, S] (W R)[S].
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,58 +45,63 @@ class NeuronOrder:
         neurons: all neurons, the most important first.
         widths: numbers of neurons after each round, ascending, from 0 to n.
         losses: predicted loss at each of `widths`, descending.
+        moments: some of `widths` → the moment of the fitted down layer L W_S, `(out, out)`.
     """
 
     neurons: list[int]
     widths: list[int]
     losses: list[float]
+    moments: Mapping[int, Tensor]
 
     def kept(self, width: int) -> tuple[int, ...]:
         """Return the neurons that stay at `width`, ascending."""
         return tuple(sorted(self.neurons[:width]))
 
 
-def order_neurons(weight: Tensor, norm: ErrorNorm, group: int) -> NeuronOrder:
+def order_neurons(weight: Tensor, moment: Side, group: int, moments_at: Container[int] = ()) -> NeuronOrder:
     """Order the neurons that the down layer reads by how much they lower the predicted loss, greedily.
 
     Args:
-        weight: W `(out, n)` of the down layer.
-        norm: norm of its errors.
+        weight: L W `(out, n)` of the down layer.
+        moment: B, `(n, n)`, `(n,)` or None for the identity.
         group: number of neurons that each round takes.
+        moments_at: widths to return moments for; those that no round ends at are ignored.
     """
-    weight, norm = accelerated(weight, norm)
+    weight, norm = accelerated(weight, ErrorNorm(left=None, right=moment))
     w = weight.to(exact_dtype(weight))
-    remaining = _ridged(full_moment(norm.right, w))  # E
-    outputs = w @ remaining  # W E
-    missed = outputs if norm.left is None else as_matrix(norm.left, w) @ outputs  # A W E
-    chosen: list[int] = []
-    free = torch.ones(w.shape[1], dtype=torch.bool, device=w.device)
-    losses = [float((w * missed).sum()) / 2]
-    while len(chosen) < len(free):
-        of_round = _round(remaining, outputs, missed, free, min(group, len(free) - len(chosen)))
-        free[of_round] = False
-        chosen += of_round.tolist()
-        basis = torch.linalg.solve(remaining[of_round][:, of_round], remaining[of_round])  # E[S, S]⁻¹ E[S, :]
-        outputs = outputs - outputs[:, of_round] @ basis
-        missed = missed - missed[:, of_round] @ basis
-        remaining = remaining - remaining[:, of_round] @ basis
-        losses.append(min(losses[-1], max(0.0, float((w * missed).sum()) / 2)))
-    widths = [min(number * group, len(free)) for number in range(len(losses))]
-    return NeuronOrder(chosen, widths, [*losses[:-1], 0.0])
+    remaining = _ridged(_full_moment(norm.right, w))  # E, of the neurons that are left
+    outputs = w @ remaining  # L W E
+    everything = outputs @ w.T
+    left = torch.arange(w.shape[1], device=w.device)
+    chosen, widths, losses, moments = list[int](), [0], [float((w * outputs).sum()) / 2], dict[int, Tensor]()
+    while len(left):
+        taken = _round(remaining, outputs, min(group, len(left)))
+        others = torch.ones_like(left, dtype=torch.bool).index_fill_(0, taken, value=False)
+        chosen += left[taken].tolist()
+        rows = remaining[taken]
+        basis = torch.linalg.solve(rows[:, taken], rows[:, others])  # E[S, S]⁻¹ E[S, :]
+        outputs = outputs[:, others] - outputs[:, taken] @ basis
+        remaining = remaining[others][:, others].addmm_(rows[:, others].T, basis, alpha=-1)
+        left = left[others]
+        rest = w[:, left]
+        widths.append(len(chosen))
+        losses.append(min(losses[-1], max(0.0, float((rest * outputs).sum()) / 2)))
+        if len(chosen) in moments_at:
+            moments[len(chosen)] = everything - outputs @ rest.T
+    return NeuronOrder(chosen, widths, [*losses[:-1], 0.0], moments)
 
 
-def _round(remaining: Tensor, outputs: Tensor, missed: Tensor, free: Tensor, size: int) -> Tensor:
-    """Return the `size` neurons that a round takes, greedily among the candidates.
+def _round(remaining: Tensor, outputs: Tensor, size: int) -> Tensor:
+    """Return the places of the `size` neurons that a round takes, greedily among the candidates.
 
     Args:
-        remaining, outputs, missed: E `(n, n)`, W E and A W E `(out, n)`.
-        free: neurons that no earlier round took, `(n,)`.
+        remaining, outputs: E `(n, n)` and L W E `(out, n)` of the neurons that are left.
     """
-    gains = _gains((outputs * missed).sum(0), remaining.diagonal()).masked_fill(~free, -torch.inf)
-    candidates = gains.topk(min(_CANDIDATES * size, int(free.sum()))).indices
+    gains = _gains(outputs.square().sum(0), remaining.diagonal())
+    candidates = gains.topk(min(_CANDIDATES * size, len(gains))).indices
     # small matrices, in many steps that wait for each other: faster on the CPU
     inner = remaining[candidates][:, candidates].cpu()
-    product = (outputs[:, candidates].T @ missed[:, candidates]).cpu()  # E Wᵀ A W E
+    product = (outputs[:, candidates].T @ outputs[:, candidates]).cpu()  # E Wᵀ A W E
     chosen: list[int] = []
     for _ in range(size):
         gains = _gains(product.diagonal(), inner.diagonal())
@@ -105,6 +116,29 @@ def _round(remaining: Tensor, outputs: Tensor, missed: Tensor, free: Tensor, siz
     return candidates[chosen]
 
 
+def moments_of_widths(weight: Tensor, side: Side, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the moment W[S]ᵀ A[S, S] W[S] `(in, in)` of the rows S of a weight, after each of `parts` has joined S.
+
+    Args:
+        weight: W `(out, in)`, in the dtype to compute in.
+        side: A, `(out, out)`, `(out,)` or None for the identity.
+        parts: places of the rows that join.
+    """
+    joined = torch.empty(0, dtype=torch.long, device=weight.device)
+    moment = weight.new_zeros(weight.shape[1], weight.shape[1])
+    for part in parts:
+        new = weight[part]
+        if side is None or side.dim() == 1:
+            half = (new if side is None else side[part].to(new).unsqueeze(1) * new) / 2
+        else:
+            rows = side[part]
+            half = rows[:, joined].to(new) @ weight[joined] + rows[:, part].to(new) @ new / 2
+        product = new.T @ half
+        moment = moment + product + product.T
+        joined = torch.cat([joined, part])
+        yield moment
+
+
 def _gains(effects: Tensor, diagonal: Tensor) -> Tensor:
     """Return how much each neuron lowers twice the loss: eⱼᵀ Wᵀ A W eⱼ, in `effects`, ÷ Eⱼⱼ."""
     return effects / diagonal.clamp(min=torch.finfo(diagonal.dtype).tiny)
@@ -115,7 +149,7 @@ def fitted(weight: Tensor, moment: Side, neurons: Tensor) -> Tensor:
     home = weight.device
     weight, norm = accelerated(weight, ErrorNorm(left=None, right=moment))
     w = weight.to(exact_dtype(weight))
-    b = _ridged(full_moment(norm.right, w))
+    b = _ridged(_full_moment(norm.right, w))
     return torch.linalg.solve(b[neurons][:, neurons], w @ b[:, neurons], left=False).to(home)
 
 
@@ -143,20 +177,11 @@ def _part(side: Side, size: int, kept: Tensor | None) -> Side:
     return side[kept] if side.dim() == 1 else side[kept][:, kept]
 
 
-def as_matrix(side: Side, weight: Tensor) -> Tensor:
-    """Return the left side of a norm as a matrix `(out, out)` in the dtype of `weight`."""
-    return _matrix(side, len(weight), weight)
-
-
-def full_moment(side: Side, weight: Tensor) -> Tensor:
+def _full_moment(side: Side, weight: Tensor) -> Tensor:
     """Return the right side of a norm as a matrix `(n, n)` in the dtype of `weight`."""
-    return _matrix(side, weight.shape[1], weight)
-
-
-def _matrix(side: Side, size: int, like: Tensor) -> Tensor:
     if side is None:
-        return torch.eye(size, dtype=like.dtype, device=like.device)
-    side = side.to(like)
+        return torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    side = side.to(weight)
     return side.diag() if side.dim() == 1 else side
 
 

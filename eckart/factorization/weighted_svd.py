@@ -95,7 +95,12 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
         return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
     home = weight.device
     *_, gram = _weighted_gram(*accelerated(weight, norm))
-    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt().to(home)
+    return spectrum_of_moment(gram).to(home)
+
+
+def spectrum_of_moment(moment: Tensor) -> Tensor:
+    """Return the singular values of X, descending, from the moment X Xᵀ or Xᵀ X: as many as the moment has rows."""
+    return torch.linalg.eigvalsh((moment + moment.T) / 2).flip(0).clamp(min=0).sqrt()
 
 
 def absorbed(weight: Tensor, norm: ErrorNorm, side: Literal["left", "right"]) -> tuple[Tensor, ErrorNorm]:

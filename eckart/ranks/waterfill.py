@@ -48,11 +48,12 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Literal
 
+import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eckart.factorization.neuron_selection import NeuronOrder, fitted, of_features, order_neurons
-from eckart.factorization.weighted_svd import absorbed, spectrum
+from eckart.factorization.neuron_selection import NeuronOrder, moments_of_widths, order_neurons
+from eckart.factorization.weighted_svd import absorbed, spectrum_of_moment
 from eckart.factorization.weightings import ErrorNorm, weigh
 from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
@@ -140,36 +141,57 @@ class Waterfill(Filling, ByFormula):
                 yield "ranks", "narrow does not go with mixed_rank, which needs the dense weights; write narrow: false"
 
     def _order(self, problem: SearchProblem, mlp: Mlp) -> NeuronOrder:
-        """Return the order of the neurons of an MLP, in some 48 widths that are multiples of `multiple`."""
+        """Return the order of the neurons of an MLP, in some 48 widths that are multiples of `multiple`.
+
+        Where layers may also get pivots, it has the moments of the down layer at the widths to try.
+        """
         down = next(target for target in problem.targets if target.name == mlp.down)
-        weight = weight_of(problem.model.get_submodule(mlp.down))
         step = self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
-        return order_neurons(weight, weigh(problem.weighting, down, problem.statistics), step)
+        steps, tried = ceil(mlp.neurons / step), set[int]()
+        if down.storage == "pivoted":
+            tried = {step * (steps * part // _PARTS) for part in range(2, _PARTS)}
+        weight, norm = _absorbed(problem, down, "left")
+        return order_neurons(weight, norm.right, step, tried)
 
     def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
-        """Yield ways in which an MLP loses neurons and its layers get pivots, at some of the widths of `order`."""
+        """Yield ways in which an MLP loses neurons and its layers get pivots, at the widths with moments in `order`."""
+        widths = {
+            neurons: Width(up=mlp.up, kept=order.kept(neurons), loss=loss)
+            for neurons, loss in zip(order.widths, order.losses, strict=True)
+            if neurons in order.moments
+        }
         targets = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
-        if targets[0].storage != "pivoted":
-            return
-        layers = {target.name: _absorbed(problem, target, mlp) for target in targets}
-        steps = len(order.widths) - 1
-        for place in sorted({steps * part // _PARTS for part in range(2, _PARTS)} - {0}):
-            width = Width(up=mlp.up, kept=order.kept(order.widths[place]), loss=order.losses[place])
-            spectra = {}
-            for name, (weight, norm) in layers.items():
-                size = mlp.neurons if name == mlp.down else len(weight)
-                kept = width.features(size, mlp.neurons).to(weight.device)
-                smaller = fitted(weight, norm.right, kept) if name == mlp.down else weight[kept]
-                spectra[name] = spectrum(smaller, of_features(norm, smaller, kept))
-            states = self._states(narrowed(targets, {mlp.down: width}), spectra)
-            yield Way(states, State([width.neurons], [0], [width.loss], [1]), spectra)
+        moments = {target.name: _moments(problem, target, mlp, order) for target in targets}
+        for neurons, width in widths.items():
+            smaller = narrowed(targets, {mlp.down: width})
+            spectra = {
+                target.name: spectrum_of_moment(next(moments[target.name]))[
+                    : min(target.out_features, target.in_features)
+                ]
+                for target in smaller
+            }
+            yield Way(self._states(smaller, spectra), State([neurons], [0], [width.loss], [1]), spectra)
 
 
-def _absorbed(problem: SearchProblem, target: Target, mlp: Mlp) -> tuple[Tensor, ErrorNorm]:
-    """Return weight and norm of a layer of an MLP; the side that is not of neurons is in the weight."""
+def _moments(problem: SearchProblem, target: Target, mlp: Mlp, order: NeuronOrder) -> Iterator[Tensor]:
+    """Yield the moment of a layer of an MLP at each of the widths in `order.moments`."""
+    if target.name == mlp.down:
+        yield from order.moments.values()
+        return
+    weight, norm = _absorbed(problem, target, "right")
+    firsts = torch.arange(0, len(weight), mlp.neurons)  # the outputs j and n + j may belong to neuron j
+    ends = [*order.moments]
+    parts = [
+        (torch.tensor(order.neurons[start:end]) + firsts.unsqueeze(1)).flatten().to(weight.device)
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    yield from moments_of_widths(weight, norm.left, parts)
+
+
+def _absorbed(problem: SearchProblem, target: Target, side: Literal["left", "right"]) -> tuple[Tensor, ErrorNorm]:
+    """Return weight and norm of a layer of an MLP, with one side of the norm in the weight."""
     weight = weight_of(problem.model.get_submodule(target.name))
-    norm = weigh(problem.weighting, target, problem.statistics)
-    return absorbed(weight, norm, "left" if target.name == mlp.down else "right")
+    return absorbed(weight, weigh(problem.weighting, target, problem.statistics), side)
 
 
 def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:

@@ -18,9 +18,10 @@ from eckart.calibration.statistics import StatisticKind, collect
 from eckart.factorization.error_compensation import anchored
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.narrowing import Narrowing
-from eckart.factorization.neuron_selection import fitted, order_neurons
+from eckart.factorization.neuron_selection import fitted, moments_of_widths, order_neurons
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
+from eckart.factorization.weighted_svd import absorbed, spectrum, spectrum_of_moment
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
 from eckart.model.layers import merge as made_dense
@@ -74,10 +75,17 @@ def loss_without(weight: Tensor, norm: ErrorNorm, neurons: Tensor) -> float:
     return float(torch.trace(norm.left @ weight @ remaining @ weight.T)) / 2
 
 
+def in_order(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Tensor]:
+    """What `order_neurons` takes."""
+    weight, norm = absorbed(weight, norm, "left")
+    assert norm.right is not None
+    return weight, norm.right
+
+
 def test_predicted_losses_are_those_of_the_best_fit() -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(5, 12, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(12))
-    order = order_neurons(weight, norm, 3)
+    order = order_neurons(*in_order(weight, norm), 3)
     assert sorted(order.neurons) == list(range(12))
     assert order.widths == [0, 3, 6, 9, 12]
     assert order.losses == sorted(order.losses, reverse=True)
@@ -85,11 +93,38 @@ def test_predicted_losses_are_those_of_the_best_fit() -> None:
         assert loss == pytest.approx(loss_without(weight, norm, torch.tensor(order.kept(width))), rel=1e-3)
 
 
+@pytest.mark.parametrize("outputs", [5, 14])
+def test_moments_at_widths_give_the_spectra_of_the_smaller_layers(outputs: int) -> None:
+    """Of the down layer that is fitted to the neurons that stay, and of a layer that computes them."""
+    torch.manual_seed(0)
+    weight, norm = torch.randn(outputs, 12, dtype=torch.float64), ErrorNorm(left=moment(outputs), right=moment(12))
+    order = order_neurons(*in_order(weight, norm), 3, moments_at=(3, 9, 10))
+    assert [*order.moments] == [3, 9]
+    up, its_norm = weight.T, ErrorNorm(left=norm.right, right=norm.left)
+    parts = [torch.tensor(order.neurons[:3]), torch.tensor(order.neurons[3:9])]
+    for side in (its_norm.left, moment(12).diagonal(), None):
+        its_norm = replace(its_norm, left=side)
+        whole, only = absorbed(up, its_norm, "right")
+        for width, down_moment, up_moment in zip(
+            order.moments, order.moments.values(), moments_of_widths(whole, only.left, parts), strict=True
+        ):
+            kept = torch.tensor(order.kept(width))
+            part = None if side is None else side[kept] if side.dim() == 1 else side[kept][:, kept]
+            expected = spectrum(up[kept], replace(its_norm, left=part))
+            values = spectrum_of_moment(up_moment)[: min(width, outputs)]
+            torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6 * float(expected[0]))
+            assert norm.right is not None
+            within = replace(norm, right=norm.right[kept][:, kept])
+            expected = spectrum(fitted(weight, norm.right, kept), within)
+            values = spectrum_of_moment(down_moment)[: min(width, outputs)]
+            torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-3 * float(expected[0]))
+
+
 def test_the_first_neuron_is_the_best_single_one() -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(5, 9, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(9))
     losses = [loss_without(weight, norm, torch.tensor([neuron])) for neuron in range(9)]
-    assert order_neurons(weight, norm, 1).neurons[0] == min(range(9), key=losses.__getitem__)
+    assert order_neurons(*in_order(weight, norm), 1).neurons[0] == min(range(9), key=losses.__getitem__)
 
 
 def test_a_fitted_down_layer_is_the_least_squares_solution() -> None:
