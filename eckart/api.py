@@ -81,6 +81,7 @@ from eckart.text.self_written import write_text as write_text
 Score = Callable[[PreTrainedModel], float]
 """A function that measures a model; higher is better."""
 _PRECISION = 0.01  # the search for a keep ends when its interval is this narrow
+_ROUNDING = 1e-6  # of a score: a mean in float32 has an error of up to 6e-8
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Options of `load` that apply to the config as well as to the weights."""
 
@@ -403,7 +404,7 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     if family is None:
         raise ValueError(f"{folder} was saved as {name}, which transformers does not have: load it with its own class")
     options |= {"use_safetensors": True, "trust_remote_code": False}
-    model: PreTrainedModel = family.from_pretrained(folder, config=config, **options)
+    model: PreTrainedModel = family.from_pretrained(folder, **options)
     return model
 
 
@@ -530,7 +531,7 @@ def _smallest(
             after = _scored(score, candidate.model)
         for part in ("search", "factorization"):
             seconds[part] += candidate.report.seconds[part]
-        if after >= before - largest_drop:
+        if after >= before - largest_drop - _ROUNDING:
             high, best = keep, Compressed(candidate.model, replace(candidate.report, scores=(before, after)))
         elif best is None:
             raise ValueError(

@@ -12,7 +12,8 @@ from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
 from tasks.report.results import Results, load_results
 
-_TOO_SMALL = re.compile(r"\bkeep=([\d.e-]+) does not pay for rank 1\b")  # of eckart/ranks/budget.py
+_TOO_SMALL = re.compile(r"^\s*\w+@\S+-([\d.e-]+): .*\bkeep=\S+ is too small for\b", re.MULTILINE)
+"""A line on a failed stage of a candidate: NoRank of eckart/ranks/budget.py. Its keep may be that of a part."""
 
 
 def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
@@ -20,8 +21,8 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
     Each round adds one value for each recipe and goal, unless no value can bring the recipe closer to the goal. All
     recipes are run at every value, so that they can be compared. The values are written into params.yaml, so that an
-    interrupted search can continue. A line about each value is logged. A value that is too small for rank 1 is taken
-    out again, and no smaller one is tried.
+    interrupted search can continue. A line about each value is logged. A value that is too small for the ranks of a
+    recipe is taken out again, and no smaller one is tried.
 
     Raises:
         ParamsError: study.goals is empty.
@@ -43,21 +44,22 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
                 raise
             added -= failed
             too_small = max(too_small, *failed)
-            log(f"Too small for rank 1, so taken out of {PARAMS} again: keep {', '.join(map(str, sorted(failed)))}.")
+            keeps = ", ".join(map(str, sorted(failed)))
+            log(f"Too small for a recipe's ranks, so taken out of {PARAMS} again: keep {keeps}.")
             _set_keeps({*schema.section("study.keeps", list)} - failed)
             continue
         results = load_results()
         for keep in (keep for keep in results.keeps if keep not in logged):
             log(_line(results, keep))
             logged.add(keep)
-        open_goals = [goal for goal in goal_results(results) if goal.closer and float(goal.closer) > too_small]
+        open_goals = [goal for goal in goal_results(results, too_small) if goal.closer]
         if not open_goals:
             return
-        keeps = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
+        tried = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
         reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
-        log(f"Trying keep {', '.join(keeps)}, now in {PARAMS}, for {reasons}.")
-        added |= {*map(float, keeps)}
-        _set_keeps({*schema.section("study.keeps", list), *map(float, keeps)})
+        log(f"Trying keep {', '.join(tried)}, now in {PARAMS}, for {reasons}.")
+        added |= {*map(float, tried)}
+        _set_keeps({*schema.section("study.keeps", list), *map(float, tried)})
 
 
 def _set_keeps(keeps: set[float]) -> None:

@@ -17,7 +17,7 @@ Ranks = Mapping[str, Rank]
 
 
 class NoRank(ValueError):
-    """Error: `keep` is too small for rank 1 of every target."""
+    """Error: `keep` is too small for the smallest ranks; the message says `keep=… is too small for …`."""
 
 
 def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
@@ -80,7 +80,7 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
         candidates = [target for target in targets if largest_rank(target)] or targets
         largest = max(candidates, key=lambda target: target.step)
         raise NoRank(
-            f"keep={keep:g} does not pay for rank 1 of all {len(candidates)} targets; the largest, {largest.name}, has "
+            f"keep={keep:g} is too small for rank 1 of all {len(candidates)} targets; the largest, {largest.name}, has "
             f"{cost(largest, 1)} parameters at rank 1: raise keep or exclude targets"
         )
     return budget

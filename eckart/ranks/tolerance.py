@@ -40,7 +40,7 @@ from eckart.factorization.decomposition import approximate_product, decompose_ta
 from eckart.model.layers import set_weight
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.targets import Product, Target
-from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
+from eckart.ranks.budget import NoRank, Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
@@ -95,9 +95,9 @@ class Tolerance(Method):
         error, the model has its dense weights again.
 
         Raises:
-            ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`,
-                there is not a batch, a target belongs to an expert, or the loss of the model is not positive and
-                finite.
+            NoRank: the smallest ranks of all grids exceed `keep`.
+            ValueError: the ranks that `increase` allows exceed `keep`, there is not a batch, a target belongs to an
+                expert, or the loss of the model is not positive and finite.
         """
         targets = problem.targets
         if of_expert := next((target.name for target in targets if target.routed_by), None):
@@ -110,9 +110,9 @@ class Tolerance(Method):
             return SearchResult(dense)
         smallest = {target.name: min(grid_ranks(target, self.grid), default=None) for target in targets}
         if (least := total(targets, smallest)) > budget:
-            raise ValueError(
-                f"the smallest ranks of the grid keep {least} parameters, more than the {budget} of "
-                f"keep={problem.keep}: raise ranks.grid or keep"
+            raise NoRank(
+                f"keep={problem.keep:g} is too small for the smallest ranks of the grid, which keep {least} parameters "
+                f"instead of {budget}: raise keep or ranks.grid"
             )
         if not (batches := problem.calibration(self.examples)):
             raise ValueError("there is no calibration example: raise data.sizes.calibration")

@@ -109,7 +109,9 @@ def zero_sum_ranks(
     while used > budget:
         queue = (rising or falling) if balance <= 0 else (falling or rising)
         if not queue:
-            raise NoRank(f"keep={keep:g} does not pay for floor={floor:g} of every target: lower ranks.floor")
+            raise NoRank(
+                f"keep={keep:g} is too small for floor={floor:g} of every target: raise keep, or lower ranks.floor"
+            )
         size, number = heapq.heappop(queue)
         balance += size if queue is rising else -size
         target = targets[number]

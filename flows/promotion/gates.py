@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ SMOKED = 8
 """Number of test examples on which the served version must give the same answers as the scored model."""
 
 _LONGEST = 2000  # largest number of characters of a running text that are sent to a served version
+_FLIPPED = 2  # answers that may differ from the recorded ones
 _UNBOUNDED_DIFFERENCE = 1e-3  # allowed difference from the recorded metric ÷ the recorded metric
 
 
@@ -111,7 +113,7 @@ def measure(
     model, tokenizer = load(files, kind_of(task).auto)
     ours = _scored(model, tokenizer, task, terms)
     metric = ours.score.metric
-    gates.append(as_recorded(metric, candidate.metric, examples, terms))
+    gates.append(as_recorded(metric, candidate.metric, examples, terms, _differing(candidate.name, ours)))
     gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
         scored = _champions(champion, tokenizer, task, terms)
@@ -156,26 +158,41 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
     return Gate("files other than measured", float(content != candidate.content), 0.0, True, words, "too many")
 
 
-def as_recorded(metric: float, recorded: float, examples: int, terms: Terms) -> Gate:
-    """Return the gate that compares the candidate's metric with the metric that the study recorded.
+def as_recorded(metric: float, recorded: float, examples: int, terms: Terms, differing: int | None = None) -> Gate:
+    """Return the gate that compares the candidate's results with those that the study recorded.
 
-    The files are the same, so this gate checks that the code computes the same here as in the study. (choice) The
-    metric may differ by 2 ÷ examples. Another processor, or another alignment of memory, rounds sums differently, and
-    that may change the answer to an example with two equally likely classes. One such example changes an accuracy by
-    1 ÷ examples, and an F1 by about 2 ÷ examples. Exact match, ROUGE and the F1 of answers are means over the examples.
-    They change by 1 ÷ examples at most, even if another token changes all later tokens. An accuracy of tokens changes
-    by less. A correlation changes by far less, because there is no border between classes.
+    The files are the same, so this gate checks that the code computes the same here as in the study. Another processor,
+    or another alignment of memory, rounds sums differently, and that may change the answer to an example with two
+    equally likely classes. (choice) Two such examples are allowed. Where answers are classes, `differing` examples are
+    counted: one answer in a rare class may change an F1 by far more than 1 ÷ examples.
 
-    A perplexity is the exponential of a mean loss: rounding of the loss multiplies the perplexity, so its limit is
-    relative. (choice) A thousandth is far above the rounding of single precision, and below a notable difference
-    between two candidates.
+    Otherwise the metrics are compared. Exact match, ROUGE and the F1 of answers are means over the examples. They
+    change by 1 ÷ examples at most, even if another token changes all later tokens, so 2 ÷ examples is allowed. A
+    correlation changes by far less, because there is no border between classes. A perplexity is the exponential of a
+    mean loss: rounding of the loss multiplies the perplexity, so its limit is relative. (choice) A thousandth is far
+    above the rounding of single precision, and below a notable difference between two candidates.
+
+    Args:
+        differing: number of examples whose answers differ from the recorded ones; None if answers are no classes.
     """
-    difference, allowed = abs(metric - recorded), 2 / examples
-    if not METRICS[terms.metric].bounded:
-        allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
-    words = f"{METRICS[terms.metric].title} is {short(metric)} here, but the study recorded {short(recorded)}"
+    name, words = "difference from the record", f"{METRICS[terms.metric].title} is {short(metric)} here"
+    words += f", but the study recorded {short(recorded)}"
+    if differing is not None:
+        words += f"; {differing} of {examples} answers differ, and at most {_FLIPPED} may"
+        return Gate(name, float(differing), float(_FLIPPED), True, words, "too far off")
+    bounded = METRICS[terms.metric].bounded
+    allowed = _FLIPPED / examples if bounded else _UNBOUNDED_DIFFERENCE * abs(recorded)
     words += f"; a difference of at most {short(allowed)} is allowed"
-    return Gate("difference from the record", difference, allowed, True, words, "too far off")
+    return Gate(name, abs(metric - recorded), allowed, True, words, "too far off")
+
+
+def _differing(name: str, scored: Scored) -> int | None:
+    """Return how many answers differ from those that the study recorded for the candidate; None if not of classes."""
+    if "guess" not in scored.predictions:
+        return None
+    recorded = read_predictions(Path(), name, "evaluate")
+    pairs = zip(scored.predictions["guess"], recorded[recorded.model == "recovered"]["guess"], strict=True)
+    return sum(not np.array_equal(ours, theirs) for ours, theirs in pairs)
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:

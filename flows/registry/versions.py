@@ -332,7 +332,8 @@ class Registry:
             return None, last
         if not (before := self.before(champion)):
             raise NothingBefore(
-                f"version {champion.version} of {self.name} replaced none: there is nothing to go back to"
+                f"no version before {champion.version} of {self.name} is left to go back to: it replaced none, or they "
+                "were rolled back or deleted"
             )
         self.smoke(f"/{before}")
         # Mark before the move: if this process is killed between the two, the next promotion must not promote the

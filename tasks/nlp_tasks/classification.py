@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 class Classification(SequenceTask):
     metrics: ClassVar = ("accuracy", "f1", "matthews")
-    mean_metrics: ClassVar = ("accuracy",)
     calibration_labels: ClassVar = ("given", "expected", "drawn")
     problem_type: ClassVar = "single_label_classification"
     trivial_answer: ClassVar = "the most frequent class of the training examples"

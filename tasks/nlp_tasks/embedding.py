@@ -40,7 +40,6 @@ _WORDS = 4096  # of the trivial baseline
 class Embedding(NlpTask):
     metrics: ClassVar = ("recall_at_10", "spearman")
     own_metrics: ClassVar = {"recall_at_10": Metric("recall@10", share=True)}
-    mean_metrics: ClassVar = ("recall_at_10",)
     trivial_answer: ClassVar = "TF-IDF vectors, which count words"
     answer_columns: ClassVar = {"embedding": NUMBERS}
     answers_pairs: ClassVar = False

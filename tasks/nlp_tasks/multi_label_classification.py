@@ -39,7 +39,6 @@ _THRESHOLD = 0.5
 
 class MultiLabelClassification(SequenceTask):
     metrics: ClassVar = ("f1_micro", "f1_macro", "exact_match")
-    mean_metrics: ClassVar = ("exact_match",)
     calibration_labels: ClassVar = ("given", "drawn")  # an expectation would be over 2^labels sets of labels
     may_be_empty: ClassVar = ("label",)
     problem_type: ClassVar = "multi_label_classification"

@@ -253,8 +253,6 @@ class NlpTask(ABC):
 
     own_metrics: ClassVar[Mapping[MetricName, Metric]] = {}
     """Definitions of those `metrics` that tasks/artifacts/metrics.py does not define."""
-    mean_metrics: ClassVar[tuple[MetricName, ...]] = ()
-    """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
     """Whether even good models are far from a perfect score, so that a low score alone causes no warning."""
     answers_pairs: ClassVar[bool] = True

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 class QuestionAnswering(NlpTask):
     metrics: ClassVar = ("exact_match", "f1")
-    mean_metrics: ClassVar = ("exact_match", "f1")
     text_pair: ClassVar = "required"
     split_by: ClassVar = ("text_pair",)  # questions on the same context must be in the same split
     options: ClassVar = ("stride",)

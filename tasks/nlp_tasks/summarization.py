@@ -52,7 +52,6 @@ _WORD = pre_tokenizers.Split(
 
 class Summarization(NlpTask):
     metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
-    mean_metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
     text_pair: ClassVar = "refused"
     text_columns: ClassVar = ("text", "label")
     options: ClassVar = ("target_length", "generation", "prefix")

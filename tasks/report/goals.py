@@ -44,24 +44,28 @@ class GoalResult:
     closer: str | None
 
 
-def goal_results(results: Results) -> list[GoalResult]:
-    """Return the results of all goals for all recipes. Goals for other runtimes than torch need exported recipes."""
+def goal_results(results: Results, too_small: float = 0.0) -> list[GoalResult]:
+    """Return the results of all goals for all recipes. Goals for other runtimes than torch need exported recipes.
+
+    Args:
+        too_small: a keep that no recipe can be compressed to; only larger ones are suggested.
+    """
     exported = {candidate.recipe for candidate in results.candidates if candidate.name in results.exports}
     return [
-        _goal_result(results, goal, recipe)
+        _goal_result(results, goal, recipe, too_small)
         for goal in results.goals
         for recipe in results.recipes
         if goal.runtime == "torch" or recipe in exported
     ]
 
 
-def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
+def _goal_result(results: Results, goal: Goal, recipe: str, too_small: float) -> GoalResult:
     amounts = {candidate.keep: _amount(results, goal, candidate.name) for candidate in results.of(recipe)}
     meeting = [candidate for candidate in results.of(recipe) if within(amounts[candidate.keep], _limit(goal))]
     choose = results.best if goal.largest_drop is None else results.smallest
     candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
     with_dense = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _amount(results, goal, "dense")}
-    keep = closer(with_dense, _limit(goal), linear=goal.largest_drop is None)
+    keep = closer(with_dense, _limit(goal), linear=goal.largest_drop is None, too_small=too_small)
     return GoalResult(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
 
 
@@ -89,7 +93,7 @@ def _speedup(run: RuntimeResult) -> float:
     return next(iter(run.latencies.values())).of_same.median
 
 
-def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float | None:
+def closer(amounts: Mapping[float, float], limit: float, linear: bool, too_small: float = 0.0) -> float | None:
     """Return the keep to try next, rounded to two digits, or None if no keep is worth a try.
 
     Args:
@@ -98,33 +102,37 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
         linear: whether the value grows linearly with the keep. Bytes do. Time does, too: if the target layers take the
             share p of the original model's time, a candidate takes the share 1 - p + p · keep. A value that is not
             linear, such as the drop of a metric, must fall as the keep grows.
+        too_small: only keeps above this are worth a try.
     """
-    keep = _between(amounts, limit) if linear else _halfway(amounts, limit)
+    keep = _between(amounts, limit) if linear else _halfway(amounts, limit, too_small)
     if keep is None:
         return None
     step = 0.01 if keep >= 0.1 else 0.001
     rounded = round((math.floor if linear else round)(round(keep / step, 6)) * step, 3)
-    return None if rounded in amounts else rounded
+    return None if rounded in amounts or rounded <= too_small else rounded
 
 
-def _halfway(amounts: Mapping[float, float], limit: float) -> float | None:
+def _halfway(amounts: Mapping[float, float], limit: float, too_small: float) -> float | None:
     """Return the midpoint between the smallest keep that meets the limit and the next smaller keep, which does not."""
     best = min(keep for keep, amount in amounts.items() if within(amount, limit) or keep == 1)
-    low = max((keep for keep in amounts if keep < best), default=0.0)
+    low = max(too_small, *(keep for keep in amounts if keep < best), 0.0)
     return None if _close(low, best) else max((low + best) / 2, _SMALLEST)
 
 
 def _between(amounts: Mapping[float, float], limit: float) -> float | None:
     """Return the keep at which a line through two known keeps reaches the limit.
 
-    The two are the largest keep that meets the limit and the next larger one, or the two smallest if none meets it.
-    Return None if the line does not rise with the keep, the two keeps are close already, or the result is too small.
+    The two are the largest keep that meets the limit and the next larger one. If none meets it, they are the two
+    smallest or, if these differ by chance alone, the smallest and 1. Return None if the line does not rise with the
+    keep, the two keeps are close already, or the result is too small.
     """
     keeps = sorted(amounts)
     if len(keeps) == 1:
         return keeps[0] / 2
     low = max((keep for keep in keeps[:-1] if within(amounts[keep], limit)), default=keeps[0])
     high = keeps[keeps.index(low) + 1]
+    if not within(amounts[low], limit) and amounts[high] <= amounts[low]:
+        high = keeps[-1]
     slope = (amounts[high] - amounts[low]) / (high - low)
     if slope <= 0 or (within(amounts[low], limit) and _close(low, high)):
         return None

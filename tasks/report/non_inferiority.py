@@ -6,8 +6,10 @@ only the observed loss is within the margin, more examples may show non-inferior
 square root of their number.
 
 If two models agree on all examples, the bootstrap interval has width 0, even with few examples. Yet a difference that
-occurs in none of n examples may affect 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples. For metrics that are means of values
-between 0 and 1, the interval therefore extends at least this far below the observed gain. For other metrics,
+occurs in none of n examples may affect 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples. For metrics between 0 and 1, the
+interval therefore extends at least this far below the observed gain, and twice as far for a Matthews correlation, which
+is 2 · accuracy - 1 for two classes of equal size. (choice) That is exact for means, and a lower bound where F1 or the
+Matthews correlation is of rare classes. For perplexities and correlations, in which all answers change a little,
 non-inferiority requires at least 30 examples (choice), because bootstrap intervals of fewer examples are too narrow.
 
 Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
@@ -21,8 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tasks.artifacts.limits import within
-from tasks.artifacts.task_spec import Task
-from tasks.nlp_tasks import kind_of
+from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
@@ -41,19 +42,20 @@ class Difference:
     low: the worse end of its bootstrap interval.
     margin: the largest loss allowed.
     examples: number of examples.
-    is_mean: whether the metric is a mean over examples of values between 0 and 1.
+    weight: how much the metric changes if the answers to some examples change, ÷ their share of all examples; 0 for
+        perplexities and correlations, in which all answers change a little.
     """
 
     gain: float
     low: float
     margin: float
     examples: int
-    is_mean: bool
+    weight: float
 
     @property
     def unseen(self) -> float:
         """The largest share of all possible examples on which two models may differ although they agree on these."""
-        return 1 - _TAIL ** (1 / self.examples) if self.is_mean else 0.0
+        return 1 - _TAIL ** (1 / self.examples)
 
     @property
     def interval_holds(self) -> bool:
@@ -62,8 +64,8 @@ class Difference:
     @property
     def holds(self) -> bool:
         """Whether the examples show that the loss is within the margin."""
-        enough = self.is_mean or self.examples >= _FEWEST
-        return enough and self.interval_holds and within(self.unseen - self.gain, self.margin)
+        enough = self.weight > 0 or self.examples >= _FEWEST
+        return enough and self.interval_holds and within(self.weight * self.unseen - self.gain, self.margin)
 
     @property
     def wanted(self) -> int | None:
@@ -73,9 +75,9 @@ class Difference:
         room = self.gain + self.margin
         if within(room, 0):
             return None
-        unseen = math.log(_TAIL) / math.log1p(-room) if self.is_mean and room < 1 else 0.0
+        unseen = math.log(_TAIL) / math.log1p(-room / self.weight) if room < self.weight else 0.0
         narrow = self.examples * ((self.gain - self.low) / room) ** 2
-        return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
+        return math.ceil(max(narrow, unseen, 0 if self.weight else _FEWEST))
 
 
 def difference(results: Results, model: ScoredModel, reference: ScoredModel, margin: float) -> Difference:
@@ -83,12 +85,11 @@ def difference(results: Results, model: ScoredModel, reference: ScoredModel, mar
     ends, metric = results.difference(model, reference), results.metric
     gain = -metric.worse_by(results.metric_of(model), results.metric_of(reference))
     low = min(metric.goodness(ends.low), metric.goodness(ends.high))
-    return Difference(gain, low, margin, results.dense.score.examples, is_mean(results.task))
+    return Difference(gain, low, margin, results.dense.score.examples, _weight(results.task.metric))
 
 
-def is_mean(task: Task) -> bool:
-    """Whether the task's metric is a mean over examples, unlike F1 of classes, correlations and perplexity."""
-    return task.metric in kind_of(task).mean_metrics
+def _weight(metric: MetricName) -> float:
+    return 2.0 if metric == "matthews" else float(METRICS[metric].share)
 
 
 def against_both(results: Results, model: ScoredModel) -> dict[ScoredModel, Difference]:
@@ -129,7 +130,7 @@ def _missing(compared: Mapping[ScoredModel, Difference]) -> str:
         first = next(iter(open_.values()))
         count = counted(first.examples, "example")
         few = f"{count} can miss a change that affects {percent(first.unseen)} of all examples"
-        reason = few if first.is_mean else "no interval from so few examples is reliable"
+        reason = few if first.weight else "no interval from so few examples is reliable"
         return f": {reason}; {examples_wanted(open_.values())} would show it"
     return f": {examples_wanted(open_.values())} would show it"
 

@@ -14,8 +14,8 @@ def count(value: float) -> str:
         if value >= size * 0.9995:  # 999.6 k is shown as 1.00 M, not as 1000 k
             digits = value / size
             decimals = 2 if digits < 9.995 else 1 if digits < 99.95 else 0
-            return f"{digits:.{decimals}f}{_GAP}{unit}"
-    return f"{value:.0f}"
+            return f"{rounded(digits, decimals)}{_GAP}{unit}"
+    return rounded(value, 0)
 
 
 def size(value: int) -> str:
@@ -28,12 +28,12 @@ def percent(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    return f"{factor:.2f}{_GAP}×" if factor <= 1000 else f"{score(factor)}{_GAP}×"
+    return f"{rounded(factor, 2)}{_GAP}×" if factor <= 1000 else f"{score(factor)}{_GAP}×"
 
 
 def times_between(low: float, high: float) -> str:
     """Format an interval of factors: 1.80 to 1.90."""
-    return f"{low:.2f} to {high:.2f}"
+    return f"{rounded(low, 2)} to {rounded(high, 2)}"
 
 
 def score(metric: float, spread: float | None = None) -> str:
@@ -50,7 +50,7 @@ def _to_digit(value: float, size: float) -> str:
     """Format `value` with as many decimals as a metric of the magnitude `size` has."""
     for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
         if round(size, decimals) < limit:
-            return f"{value:,.{decimals}f}"
+            return rounded(value, decimals)
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}" if exponent else digits  # the spread of perplexities near 1e300 is infinite
 

@@ -102,6 +102,12 @@ def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move() -> None:
     assert not as_recorded(0.721, 0.70, 100, TERMS).passed
 
 
+@pytest.mark.parametrize(("differing", "passes"), [(0, True), (2, True), (3, False)])
+def test_of_classes_two_answers_may_differ_however_far_they_move_the_metric(differing: int, passes: bool) -> None:
+    """One answer in a rare class moves an F1 by many times 1 / examples."""
+    assert as_recorded(0.72, 0.70, 100_000, TERMS, differing).passed is passes
+
+
 def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
     files = {"b.txt": "b", "a/é.txt": "é", "a.txt": "", "a/b/c d.txt": "c"}
     for name, text in files.items():
@@ -127,6 +133,9 @@ class TestMeasure:
         task = a_task("classification", LABELS, "accuracy")
         (SPLITS / "task.json").write_text(task.model_dump_json())
         taught(pd.DataFrame({"label": labels, "guess": labels}))
+        model, tokenizer = bert(), tiny_tokenizer()
+        scored = kind_of(task).score(model, tokenizer, rows.assign(label=labels), TERMS.batch_size, "test")
+        recorded(scored.predictions["guess"])
 
     @pytest.fixture
     def files(self, tmp_path: Path) -> Path:
@@ -151,9 +160,10 @@ class TestMeasure:
         assert {answer["label"] for answer in answers} <= set(LABELS)
 
     def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Recorded) -> None:
+        recorded(pd.Series([0, 1] * 10))
         gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, dense=0.7), None, TERMS)
         assert refused(gates) == [
-            ("difference from the record", "0.5", "0.7", "0.1", "0.1"),
+            ("difference from the record", "0.5", "0.7", "10", "20", "2", "8"),
             ("drop from the original", "0.5", "0.2", "0.7", "0.01", "0", "0.19"),
         ]
         # The original model has twenty examples right, the candidate half of them: a standard deviation of 1 ÷ 2 each.
@@ -266,6 +276,11 @@ class TestLanguage:
 def taught(rows: pd.DataFrame) -> None:
     """Write the per-example results of the original model, as the stage `dense` does."""
     write_predictions("dense", {"dense": {"test": rows}})
+
+
+def recorded(guesses: pd.Series) -> None:
+    """Write the answers of the candidate, as the stage `evaluate` does."""
+    write_predictions(CANDIDATE.name, {"recovered": {"test": pd.DataFrame({"label": guesses, "guess": guesses})}})
 
 
 def spoken(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:

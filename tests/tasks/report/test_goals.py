@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
+from torch import nn
 
+from eckart.factorization.weightings import Plain
 from eckart.model.targets import Target
-from eckart.ranks.budget import NoRank, ranked_allowance
+from eckart.ranks.budget import NoRank
+from eckart.ranks.search import _search_beside
+from eckart.ranks.search_problem import SearchProblem
+from eckart.ranks.tolerance import Tolerance
+from eckart.ranks.uniform import Uniform
+from eckart.residual.sparse_rows import SparseRows
 from flows.goal_search import pursue
 from flows.study import StudyFailed
 from tasks.compare import compare
@@ -23,6 +31,7 @@ from tasks.config.schema import Goal, ParamsError, parse, read
 from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, load_results
+from tests import tiny
 from tests.tasks.report.test_compare import edit, make_benchmark, make_candidate, make_exports, make_study, page
 from tests.workspace import REPOSITORY
 
@@ -65,6 +74,17 @@ def test_what_is_out_of_reach_ends_the_search() -> None:
     assert closer({0.5: 60.0, 1.0: 100.0}, 10.0, linear=True) is None  # 20 with no target left
     assert closer({0.5: 0.3, 0.97: 0.2, 1.0: 0.0}, 0.1, linear=False) is None
     assert closer({0.3: 0.9, 0.5: 0.8, 1.0: 1.0}, 0.7, linear=True) is None  # noise turns time around
+
+
+def test_noise_between_the_two_smallest_does_not_end_the_search() -> None:
+    assert closer({0.36: 0.513, 0.38: 0.51, 1.0: 1.0}, 0.5, linear=True) == 0.34  # on the line to the original model
+
+
+def test_after_a_keep_without_ranks_the_search_goes_on_above_it() -> None:
+    drops = {0.33: 0.0, 0.5: 0.0, 1.0: 0.0}
+    assert closer(drops, 0.01, linear=False, too_small=0.16) == 0.24
+    assert closer(drops, 0.01, linear=False, too_small=0.31) is None
+    assert closer({0.5: 60.0, 1.0: 100.0}, 40.0, linear=True, too_small=0.25) is None
 
 
 @pytest.fixture
@@ -122,7 +142,7 @@ def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
     assert amounts_of(found[0].candidate.name)[2] == amounts_of(fastest)[2]
     assert found[0].candidate.name in goal_rows(load_results())[0].cells["candidate"].value
     compare()
-    assert page().count('scope="row">speedup 1000.00 ×<') == 2
+    assert page().count('scope="row">speedup 1,000.00 ×<') == 2
 
 
 def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
@@ -172,8 +192,25 @@ def keeps_of_params() -> list[float]:
     return keeps
 
 
+SEARCHES: dict[str, Callable[[SearchProblem], Any]] = {
+    "uniform": Uniform().search,
+    "tolerance": Tolerance().search,
+    "beside rows": lambda problem: _search_beside(SparseRows(low_rank=0.5), problem, Uniform()),
+}
+
+
+def refused(search: str, keep: float) -> str:
+    """What a rank search says of a target for which rank 1 is half of its parameters."""
+    target = Target(name="square", out_features=4, in_features=4, input_of="square")
+    model = nn.ModuleDict({"square": nn.Linear(4, 4)})
+    with pytest.raises(NoRank) as error:
+        SEARCHES[search](tiny.search_problem(model, [target], Plain(), [], keep))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("limit", [0.1, 0.2])
-def test_a_keep_without_a_rank_bounds_the_search(workspace: Path, limit: float) -> None:
+def test_a_keep_without_a_rank_bounds_the_search(workspace: Path, limit: float, search: str) -> None:
     """It is out of params.yaml again, where the next search would fail at it."""
     ask(bytes=int(4000 * limit))
     tried: set[float] = set()
@@ -182,9 +219,7 @@ def test_a_keep_without_a_rank_bounds_the_search(workspace: Path, limit: float) 
         keeps = keeps_of_params()
         tried.update(keeps)
         if min(keeps) < 0.15:
-            with pytest.raises(NoRank) as error:
-                ranked_allowance([Target(name="square", out_features=4, in_features=4, input_of="square")], min(keeps))
-            raise StudyFailed(f"  factorize@one-{min(keeps)}: {error.value}")
+            raise StudyFailed(f"1 failed:\n  search@one-{min(keeps)}: {refused(search, min(keeps))}\nFix it")
         for recipe, keep in itertools.product(["one", "two"], keeps):
             make_candidate(recipe, keep, TARGETS, 0.8)
             path = Path(f"reports/evaluate/{recipe}-{keep}.json")
@@ -202,7 +237,7 @@ def test_a_keep_of_the_user_s_own_without_a_rank_is_an_error(workspace: Path) ->
     before = keeps_of_params()
 
     def run() -> None:
-        raise StudyFailed("keep=0.25 does not pay for rank 1 of all 4 targets")
+        raise StudyFailed(f"  search@one-0.25: {refused('uniform', 0.25)}")
 
     with pytest.raises(StudyFailed):
         pursue(run, print)
