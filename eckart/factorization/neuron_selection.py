@@ -17,9 +17,10 @@ The neurons are taken in groups, because a group updates E by one matrix product
 is made among the candidates that lower the loss most, and E is updated once. With L W in place of W, the loss is that
 of A = 1, which halves the work.
 
-The smaller layers may be factorized, too. The squares of their weighted singular values are the eigenvalues of a moment
-`(m, m)`, which a larger width adds to, so that no width needs a fit or a root of its own: for the down layer it is
-L W_S B[S, S] W_Sᵀ Lᵀ = L W (B − E) Wᵀ Lᵀ, for a layer W `(n, in)` before the neurons (W R)[S]ᵀ A[S, S] (W R)[S].
+The smaller layers may be factorized, too. The squares of their weighted singular values are the eigenvalues of a
+moment `(m, m)`, which a larger width adds to, so that no width needs a fit or a root of its own. For a layer W
+`(n, in)` before the neurons it is (W R)[S]ᵀ A[S, S] (W R)[S]. For the down layer, with the ridge of `fitted` in B, it
+is L W_S B[S, S] W_Sᵀ Lᵀ = L W (B − E) Wᵀ Lᵀ.
 """
 
 from __future__ import annotations

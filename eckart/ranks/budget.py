@@ -73,7 +73,7 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
     The smallest choice is rank 1, or the dense weight if no rank makes the target smaller.
 
     Raises:
-        NoRank: `keep` does not pay for these choices.
+        NoRank: `keep` is too small for these choices.
     """
     budget = allowance(targets, keep)
     if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):

@@ -171,7 +171,7 @@ class HypernetworkSearch(Rule):
             keep: share of the targets' parameters that may be kept.
 
         Raises:
-            NoRank: `keep` does not pay for rank 1 of every target.
+            NoRank: `keep` is too small for the smallest ranks.
             ValueError: no rank makes any target smaller.
         """
         self.names = [target.name for target in targets]

@@ -73,7 +73,7 @@ def search_ranks(
         storage: storage of the factors, which decides how many parameters a rank costs.
 
     Raises:
-        NoRank: `keep` does not pay for rank 1 of every target.
+        NoRank: `keep` is too small for the smallest ranks.
         ValueError: a weight or its statistics cannot be decomposed, or `method` exceeded the budget.
     """
     problem, shaped = replace(problem, targets=stored(problem.targets, storage)), None

@@ -150,5 +150,5 @@ class ByFormula(Method):
         """Return ranks at which `targets` keep at most the share `keep` of their parameters.
 
         Raises:
-            NoRank: `keep` does not pay for rank 1 of every target.
+            NoRank: `keep` is too small for the smallest ranks.
         """

@@ -139,7 +139,7 @@ class ThresholdSearch(Rule):
             keep: share of the targets' parameters that may be kept.
 
         Raises:
-            NoRank: `keep` does not pay for rank 1 of every target.
+            NoRank: `keep` is too small for the smallest ranks.
             ValueError: a weight is not finite.
         """
         self.settings = (settings, keep)

@@ -45,6 +45,7 @@ linear layers then get smaller ranks and embeddings larger ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Literal
 
@@ -117,7 +118,8 @@ class Waterfill(Filling, ByFormula):
         spectra, budget = problem.spectra(), ranked_allowance(problem.targets, problem.keep)
         states, orders, ways = self._states(problem.targets, spectra), {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
-            order = orders[mlp] = self._order(problem, mlp)
+            order = self._order(problem, mlp)
+            orders[mlp] = replace(order, moments={})  # frees their memory
             in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
             ways[mlp] = [in_ranks, _narrowing(problem, mlp, order), *self._both(problem, mlp, order)]
         # the search is greedy, so fewer ways may turn out better

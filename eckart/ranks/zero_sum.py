@@ -89,7 +89,7 @@ def zero_sum_ranks(
         floor: share of its break-even rank that every target keeps at least.
 
     Raises:
-        NoRank: `keep` does not pay for rank 1 of every target, or not for `floor`.
+        NoRank: `keep` is too small for the smallest ranks, or for `floor`.
     """
     budget = ranked_allowance(targets, keep)
     ranks = {target.name: min(target.out_features, target.in_features) for target in targets}

@@ -161,29 +161,29 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
 def as_recorded(metric: float, recorded: float, examples: int, terms: Terms, differing: int | None = None) -> Gate:
     """Return the gate that compares the candidate's results with those that the study recorded.
 
-    The files are the same, so this gate checks that the code computes the same here as in the study. Another processor,
-    or another alignment of memory, rounds sums differently, and that may change the answer to an example with two
-    equally likely classes. (choice) Two such examples are allowed. Where answers are classes, `differing` examples are
-    counted: one answer in a rare class may change an F1 by far more than 1 ÷ examples.
+    The files are the same, so this gate checks that the code computes the same here as in the study. (choice) The
+    metric may differ by 2 ÷ examples. Another processor, or another alignment of memory, rounds sums differently, and
+    that may change the answer to an example with two equally likely classes. One such example changes an accuracy by
+    1 ÷ examples. Exact match, ROUGE and the F1 of answers are means over the examples. They change by 1 ÷ examples at
+    most, even if another token changes all later tokens. A correlation of numbers changes by far less, because there is
+    no border between classes. An answer in a rare class may change an F1 or a Matthews correlation by far more, so two
+    answers may differ whatever they change.
 
-    Otherwise the metrics are compared. Exact match, ROUGE and the F1 of answers are means over the examples. They
-    change by 1 ÷ examples at most, even if another token changes all later tokens, so 2 ÷ examples is allowed. A
-    correlation changes by far less, because there is no border between classes. A perplexity is the exponential of a
-    mean loss: rounding of the loss multiplies the perplexity, so its limit is relative. (choice) A thousandth is far
-    above the rounding of single precision, and below a notable difference between two candidates.
+    A perplexity is the exponential of a mean loss: rounding of the loss multiplies the perplexity, so its limit is
+    relative. (choice) A thousandth is far above the rounding of single precision, and below a notable difference
+    between two candidates.
 
     Args:
         differing: number of examples whose answers differ from the recorded ones; None if answers are no classes.
     """
-    name, words = "difference from the record", f"{METRICS[terms.metric].title} is {short(metric)} here"
-    words += f", but the study recorded {short(recorded)}"
-    if differing is not None:
-        words += f"; {differing} of {examples} answers differ, and at most {_FLIPPED} may"
-        return Gate(name, float(differing), float(_FLIPPED), True, words, "too far off")
-    bounded = METRICS[terms.metric].bounded
-    allowed = _FLIPPED / examples if bounded else _UNBOUNDED_DIFFERENCE * abs(recorded)
+    difference, allowed = abs(metric - recorded), _FLIPPED / examples
+    if not METRICS[terms.metric].bounded:
+        allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
+    words = f"{METRICS[terms.metric].title} is {short(metric)} here, but the study recorded {short(recorded)}"
+    if differing is not None and differing <= _FLIPPED:
+        allowed = max(allowed, difference)
     words += f"; a difference of at most {short(allowed)} is allowed"
-    return Gate(name, abs(metric - recorded), allowed, True, words, "too far off")
+    return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
 def _differing(name: str, scored: Scored) -> int | None:

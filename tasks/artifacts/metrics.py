@@ -14,7 +14,8 @@ class Metric:
     title: str
     """Name of the metric in a sentence."""
     share: bool = False
-    """Whether values lie between 0 and 1 and tell how many answers are right: compact tables print them in percent."""
+    """Whether values lie between 0 and 1, and tell how many answers are right. Compact tables then print them in
+    percent, and few equal answers do not show that nothing is lost (tasks/report/non_inferiority.py)."""
     lower_is_better: bool = False
     bounded: bool = True
     """Whether values lie between -1 and 1."""

@@ -15,6 +15,7 @@ not repeat) are kept.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -186,7 +187,7 @@ class _Words:
         self._stem = PorterStemmer().stem
 
     def tokenize(self, text: str) -> list[str]:
-        words = (word for word, _ in _WORD.pre_tokenize_str(text.lower()))
+        words = (word for word, _ in _WORD.pre_tokenize_str(unicodedata.normalize("NFC", text).lower()))
         return [self._stem(word) if len(word) > 3 else word for word in words]  # as rouge_score does
 
 

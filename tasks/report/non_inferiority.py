@@ -7,10 +7,11 @@ square root of their number.
 
 If two models agree on all examples, the bootstrap interval has width 0, even with few examples. Yet a difference that
 occurs in none of n examples may affect 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples. For metrics between 0 and 1, the
-interval therefore extends at least this far below the observed gain, and twice as far for a Matthews correlation, which
-is 2 · accuracy - 1 for two classes of equal size. (choice) That is exact for means, and a lower bound where F1 or the
-Matthews correlation is of rare classes. For perplexities and correlations, in which all answers change a little,
-non-inferiority requires at least 30 examples (choice), because bootstrap intervals of fewer examples are too narrow.
+interval therefore extends at least this far below the observed gain; for a Matthews correlation, which is
+2 · accuracy - 1 for two classes of equal size, twice as far. (choice) That is exact for means, and a lower bound where
+F1 or the Matthews correlation is of rare classes. For perplexities and for Pearson's and Spearman's correlations, in
+which all answers change a little, non-inferiority requires at least 30 examples (choice), because bootstrap intervals
+of fewer examples are too narrow.
 
 Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
 zero events in n trials.
@@ -43,7 +44,7 @@ class Difference:
     margin: the largest loss allowed.
     examples: number of examples.
     weight: how much the metric changes if the answers to some examples change, ÷ their share of all examples; 0 for
-        perplexities and correlations, in which all answers change a little.
+        perplexities and correlations of numbers, in which all answers change a little.
     """
 
     gain: float

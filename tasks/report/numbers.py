@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    return f"{rounded(factor, 2)}{_GAP}×" if factor <= 1000 else f"{score(factor)}{_GAP}×"
+    return f"{rounded(factor, 2)}{_GAP}×" if factor < 1000 else f"{score(factor)}{_GAP}×"
 
 
 def times_between(low: float, high: float) -> str:
@@ -49,7 +49,7 @@ def score(metric: float, spread: float | None = None) -> str:
 def _to_digit(value: float, size: float) -> str:
     """Format `value` with as many decimals as a metric of the magnitude `size` has."""
     for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
-        if round(size, decimals) < limit:
+        if size < limit and float(rounded(size, decimals).replace(",", "")) < limit:
             return rounded(value, decimals)
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}" if exponent else digits  # the spread of perplexities near 1e300 is infinite

@@ -18,19 +18,19 @@ from eckart.calibration.statistics import StatisticKind, collect
 from eckart.factorization.error_compensation import anchored
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.narrowing import Narrowing
-from eckart.factorization.neuron_selection import fitted, moments_of_widths, order_neurons
+from eckart.factorization.neuron_selection import fitted, of_features, order_neurons
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
 from eckart.factorization.weighted_svd import absorbed, spectrum, spectrum_of_moment
-from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
+from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, weigh
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
 from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
 from eckart.model.plain_widths import restore_plain_widths
-from eckart.model.targets import Target, find_targets
+from eckart.model.targets import Target, find_targets, weight_of
 from eckart.ranks.search import search_ranks
 from eckart.ranks.search_problem import SearchProblem
-from eckart.ranks.waterfill import Waterfill
+from eckart.ranks.waterfill import Waterfill, _moments
 from eckart.recipe import Recipe, complete, contradictions, merge
 from tests import tiny
 
@@ -94,30 +94,36 @@ def test_predicted_losses_are_those_of_the_best_fit() -> None:
 
 
 @pytest.mark.parametrize("outputs", [5, 14])
-def test_moments_at_widths_give_the_spectra_of_the_smaller_layers(outputs: int) -> None:
-    """Of the down layer that is fitted to the neurons that stay, and of a layer that computes them."""
+def test_moments_at_widths_give_the_spectra_of_the_fitted_down_layer(outputs: int) -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(outputs, 12, dtype=torch.float64), ErrorNorm(left=moment(outputs), right=moment(12))
     order = order_neurons(*in_order(weight, norm), 3, moments_at=(3, 9, 10))
     assert [*order.moments] == [3, 9]
-    up, its_norm = weight.T, ErrorNorm(left=norm.right, right=norm.left)
-    parts = [torch.tensor(order.neurons[:3]), torch.tensor(order.neurons[3:9])]
-    for side in (its_norm.left, moment(12).diagonal(), None):
-        its_norm = replace(its_norm, left=side)
-        whole, only = absorbed(up, its_norm, "right")
-        for width, down_moment, up_moment in zip(
-            order.moments, order.moments.values(), moments_of_widths(whole, only.left, parts), strict=True
-        ):
-            kept = torch.tensor(order.kept(width))
-            part = None if side is None else side[kept] if side.dim() == 1 else side[kept][:, kept]
-            expected = spectrum(up[kept], replace(its_norm, left=part))
-            values = spectrum_of_moment(up_moment)[: min(width, outputs)]
-            torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6 * float(expected[0]))
-            assert norm.right is not None
-            within = replace(norm, right=norm.right[kept][:, kept])
-            expected = spectrum(fitted(weight, norm.right, kept), within)
-            values = spectrum_of_moment(down_moment)[: min(width, outputs)]
-            torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-3 * float(expected[0]))
+    for width, found in order.moments.items():
+        kept = torch.tensor(order.kept(width))
+        smaller = fitted(weight, norm.right, kept)
+        expected = spectrum(smaller, of_features(norm, smaller, kept))
+        values = spectrum_of_moment(found)[: min(width, outputs)]
+        torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-3 * float(expected[0]))
+
+
+@pytest.mark.parametrize("family", ["causal", "phi3"])
+@pytest.mark.parametrize("weighting", [Kfac(), Inputs()])
+def test_moments_at_widths_give_the_spectra_of_a_layer_that_computes_fewer_neurons(family: str, weighting: Any) -> None:
+    """Also of one that computes gate and up, and under a weighting without a left side."""
+    model, batch = drawn(family)
+    targets = {target.name: target for target in find_targets(model, batch).targets}
+    mlp = find_mlps(model, [*targets.values()], batch)[0]
+    problem = problem_of(model, batch, [*targets.values()], weighting, ["inputs", "output_gradients"])
+    down, up = targets[mlp.down], targets[mlp.up[0]]
+    weight, of_down = (weight_of(model.get_submodule(target.name)) for target in (up, down))
+    norm, norm_of_down = (weigh(weighting, target, problem.statistics) for target in (up, down))
+    order = order_neurons(*in_order(of_down, norm_of_down), 6, moments_at=(6, 18))
+    for width, found in zip(order.moments, _moments(problem, up, mlp, order), strict=True):
+        features = Width(up=mlp.up, kept=order.kept(width), loss=0.0).features(len(weight), mlp.neurons)
+        expected = spectrum(weight[features], of_features(norm, weight[features], features))
+        values = spectrum_of_moment(found)[: len(expected)]
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4 * float(expected[0]))
 
 
 def test_the_first_neuron_is_the_best_single_one() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -58,20 +59,33 @@ def test_a_commit_that_was_never_loaded_is_refused(revision: str) -> None:
     assert re.search(rf"\bcache\b.*\b{revision}\b", refusal("someone/reviews", revision=revision, **GIVEN))
 
 
+def test_a_data_set_without_a_card_is_read(cache: Path, tmp_path: Path) -> None:
+    (card,) = tmp_path.glob("hub/*/snapshots/*/README.md")
+    card.unlink()
+    assert len(extracted("someone/reviews", sizes={"test": 100}, **GIVEN)["test"]) == 12
+
+
 @pytest.mark.parametrize("config", [None, "de", "en"])
 @pytest.mark.parametrize("default", ["de", "en"])
+@pytest.mark.parametrize("present", [["en"], ["en", "de"]])
 def test_the_configuration_is_the_one_that_is_asked_for_or_the_default(
-    cache: Path, tmp_path: Path, config: str | None, default: str
+    cache: Path, tmp_path: Path, config: str | None, default: str, present: list[str]
 ) -> None:
-    """The cache has only en, which the library would take for any default."""
-    cache.parent.rename(cache.parent.with_name("en"))
-    for info in cache.parents[1].glob("en/*/*/dataset_info.json"):
-        info.write_text(info.read_text().replace('"config_name": "default"', '"config_name": "en"'))
+    """The library would take the only one in the cache for any default, and refuse to choose among two."""
+    rows = {"en": 12, "de": 24}
+    for name in present:  # the commits of `cache`, as two configurations of one commit
+        folder = cache.parents[1] / name / "0.0.0" / OLD
+        folder.parent.mkdir(parents=True)
+        (cache / {12: OLD, 24: NEW}[rows[name]]).rename(folder)
+        info = folder / "dataset_info.json"
+        info.write_text(info.read_text().replace('"config_name": "default"', f'"config_name": "{name}"'))
+    shutil.rmtree(cache.parent)
     (card,) = tmp_path.glob("hub/*/snapshots/*/README.md")
     configs = [{"config_name": name, "data_files": f"{name}.csv", "default": name == default} for name in ("de", "en")]
     card.write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
     given = {"config": config, "revision": OLD, "sizes": {"test": 100}, **GIVEN}
-    if (config or default) == "en":
-        assert len(extracted("someone/reviews", **given)["test"]) == 12
+    asked = config or default
+    if asked in present:
+        assert len(extracted("someone/reviews", **given)["test"]) == rows[asked]
     else:
         assert re.search(r"\ben\b", refusal("someone/reviews", **given))

@@ -149,6 +149,7 @@ def ids(text: str) -> list[int]:
         ("the plot", "", {"rouge1": 0, "rouge2": 0, "rougeL": 0}),
         # words of other scripts: 1 of 2 is right of 3; accents and vowel signs are part of a word
         ("Новый закон", "новый город, дождь", {"rouge1": 2 / 5, "rouge2": 0, "rougeL": 2 / 5}),
+        ("le café", "le cafe\u0301", {"rouge1": 1, "rouge2": 1, "rougeL": 1}),  # an accent of its own
         ("le café", "le cafe", {"rouge1": 1 / 2, "rouge2": 0, "rougeL": 1 / 2}),
         ("में है", "म ह", {"rouge1": 0, "rouge2": 0, "rougeL": 0}),
         # without spaces, characters: 2 of 3 are right of 2, and their pair of 2 is right of 1
