@@ -48,7 +48,7 @@ def goal_results(results: Results, too_small: float = 0.0) -> list[GoalResult]:
     """Return the results of all goals for all recipes. Goals for other runtimes than torch need exported recipes.
 
     Args:
-        too_small: a keep that no recipe can be compressed to; only larger ones are suggested.
+        too_small: a keep that some recipe cannot be compressed to; only larger ones are suggested.
     """
     exported = {candidate.recipe for candidate in results.candidates if candidate.name in results.exports}
     return [
