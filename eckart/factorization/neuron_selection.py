@@ -72,7 +72,7 @@ def order_neurons(weight: Tensor, moment: Side, group: int, moments_at: Containe
     w = weight.to(exact_dtype(weight))
     remaining = _ridged(_full_moment(norm.right, w))  # E, of the neurons that are left
     outputs = w @ remaining  # L W E
-    everything = outputs @ w.T
+    everything = outputs @ w.T  # L W B Wᵀ Lᵀ
     left = torch.arange(w.shape[1], device=w.device)
     chosen, widths, losses, moments = list[int](), [0], [float((w * outputs).sum()) / 2], dict[int, Tensor]()
     while len(left):

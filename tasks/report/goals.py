@@ -115,7 +115,7 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool, too_small
 def _halfway(amounts: Mapping[float, float], limit: float, too_small: float) -> float | None:
     """Return the midpoint between the smallest keep that meets the limit and the next smaller keep, which does not."""
     best = min(keep for keep, amount in amounts.items() if within(amount, limit) or keep == 1)
-    low = max(too_small, *(keep for keep in amounts if keep < best), 0.0)
+    low = max([too_small, *(keep for keep in amounts if keep < best)])
     return None if _close(low, best) else max((low + best) / 2, _SMALLEST)
 
 
