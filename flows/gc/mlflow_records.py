@@ -14,7 +14,7 @@ from typing import Any
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, Run, RunStatus, ViewType
+from mlflow.entities import Experiment, LoggedModel, Run, RunStatus, ViewType
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
@@ -41,7 +41,7 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
         recent: number of finished runs of each study to keep, in addition to those that made a registered version.
 
     Raises:
-        CannotCollect: MLflow's database is damaged, or a registered version lacks its model.
+        CannotCollect: MLflow's database is damaged, or what a registered version needs is in MLflow's trash.
     """
     model = validation.typed_section("promotion").model
     database.check()
@@ -59,9 +59,11 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
 def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], list[Kind]]:
     # These functions of `mlflow` search all pages; those of the client only one.
     registered = mlflow.search_model_versions()
-    experiments = [found.experiment_id for found in mlflow.search_experiments(view_type=ViewType.ALL)]
+    experiments = {found.experiment_id: found for found in mlflow.search_experiments(view_type=ViewType.ALL)}
     ours = "" if local else "tags.`eckart.study` LIKE '%'"  # other projects may use the server, too
-    found = mlflow.search_runs(experiments, ours, run_view_type=ViewType.ALL, max_results=10**9, output_format="list")
+    found = mlflow.search_runs(
+        list(experiments), ours, run_view_type=ViewType.ALL, max_results=10**9, output_format="list"
+    )
     runs = {run.info.run_id: run for run in found}
     latest = _latest(runs.values(), recent)
     lineages = {run: _lineage(client, run) for run in latest}
@@ -102,32 +104,33 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     return mlflow.artifacts.load_dict(f"runs:/{run}/{mirror.LINEAGE}")
 
 
+def _runs_of(version: ModelVersion, runs: Mapping[str, Run]) -> list[str]:
+    """Return the ids of the run that made a version and of that run's parent, without those that are not in `runs`."""
+    made = runs.get(version.run_id or "")
+    parent = made.data.tags.get(MLFLOW_PARENT_RUN_ID) if made else None
+    return [name for name in (version.run_id, parent) if name and name in runs]
+
+
 def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
     """Return stage → its record, for the stages of a version's candidate and those that all candidates share."""
-    run = runs.get(version.run_id or "")
-    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID, "") if run else ""
-    stages = _lineage(client, parent).get("stages", {}) if parent in runs else {}
+    parent = _runs_of(version, runs)[1:]
+    stages = _lineage(client, parent[0]).get("stages", {}) if parent else {}
     own = {"", version.tags.get("eckart.candidate", "")}
     return {name: stage for name, stage in stages.items() if candidate_of(name) in own}
 
 
 def _kinds(
     client: MlflowClient,
-    experiments: list[str],
+    experiments: Mapping[str, Experiment],
     runs: Mapping[str, Run],
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
     """Return the kinds of things in the workspace's own store, runs and models; `stay`: ids of the runs that stay."""
-    sources = {version.source or "": version for version in registered}
-    used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
-    models = {model.model_id: model for model in mlflow.search_logged_models(experiments, output_format="list")}
-    for name, version in used.items():
-        if name not in models:  # it is in MLflow's trash, so MLflow's gc would remove the files of the version
-            raise CannotCollect(
-                f"{name}, the model of version {version.version} of {version.name}, was deleted in MLflow: "
-                "delete the version, too"
-            )
+    models = {model.model_id: model for model in mlflow.search_logged_models(list(experiments), output_format="list")}
+    for version in registered:
+        _check_trash(version, experiments, runs, models)
+    used = {_model_of(version) for version in registered}
     ending = {
         name
         for name, run in runs.items()
@@ -143,6 +146,38 @@ def _kinds(
         kind("runs in MLflow", run_folders.values(), [run_folders[name] for name in ending], remove_runs),
         kind("models in MLflow", model_folders.values(), [model_folders[name] for name in unused], remove_models),
     ]
+
+
+def _model_of(version: ModelVersion) -> str:
+    """Return the id of a version's model; empty if its files are elsewhere."""
+    source = version.source or ""
+    return source.removeprefix(_MODEL) if source.startswith(_MODEL) else ""
+
+
+def _check_trash(
+    version: ModelVersion,
+    experiments: Mapping[str, Experiment],
+    runs: Mapping[str, Run],
+    models: Mapping[str, LoggedModel],
+) -> None:
+    """Raise CannotCollect if MLflow's trash, which is emptied, has what a registered version needs."""
+    name = _model_of(version)
+    needed = [runs[run] for run in _runs_of(version, runs)]
+    places = [run.info.experiment_id for run in needed] + ([models[name].experiment_id] if name in models else [])
+    deleted = next((place for place in places if experiments[place].lifecycle_stage == _DELETED), None)
+    if deleted:
+        what, remedy = f"experiment {experiments[deleted].name}", f"experiments restore --experiment-id {deleted}"
+    elif run := next((run.info.run_id for run in needed if run.info.lifecycle_stage == _DELETED), None):
+        what, remedy = f"run {run}", f"runs restore --run-id {run}"
+    elif name and name not in models:
+        what, remedy = f"model {name}", ""
+    else:
+        return
+    restore = f"restore it (`mlflow {remedy}`), or " if remedy else ""
+    raise CannotCollect(
+        f"version {version.version} of {version.name} needs {what}, which was deleted in MLflow: {restore}delete the "
+        "version, too"
+    )
 
 
 def _is_unused(model: LoggedModel, staying_runs: set[str]) -> bool:

@@ -16,6 +16,8 @@ from sqlalchemy.pool import NullPool
 
 log = logging.getLogger(__name__)
 
+SQLITE = "sqlite:///"  # beginning of the URL of an SQLite file
+
 # If a machine disappears, its lock is released after two minutes; with the system's default it would be two hours.
 _KEEPALIVE = "SET tcp_keepalives_idle = 60; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 6"
 
@@ -24,7 +26,8 @@ def turn(address: str, name: str) -> AbstractContextManager[Callable[[], None]]:
     """Wait for the lock on a model of a registry, and hold it while the block runs.
 
     If the registry is PostgreSQL, the lock is an advisory lock of the database, which excludes processes on all
-    machines. Otherwise it is a lock on a file, which excludes processes of this user on this machine.
+    machines. Otherwise it is a lock on a file: beside an SQLite database, which excludes all that use this database on
+    this machine; else in the folder for temporary files, which excludes processes of this user that have the same one.
 
     Args:
         address: URL of the registry. It must have the same spelling in all processes.
@@ -56,7 +59,11 @@ def _in_database(address: str, name: str) -> Iterator[Callable[[], None]]:
 @contextmanager
 def _on_machine(address: str, name: str) -> Iterator[Callable[[], None]]:
     digest = hashlib.sha256(f"{address} {name}".encode()).hexdigest()[:16]
-    with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}-{digest}.lock").open("w") as file:
+    database = Path(address.removeprefix(SQLITE))
+    beside = address.startswith(SQLITE) and os.access(database.parent, os.W_OK)  # SQLite itself writes into this folder
+    path = database.with_name(f"{database.name}-{digest}.lock")
+    elsewhere = Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}-{digest}.lock"
+    with (path if beside else elsewhere).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import redact
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
-from flows.registry.promotion_lock import turn
+from flows.registry.promotion_lock import SQLITE, turn
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database
 from tasks.artifacts.errors import EckartError
@@ -50,7 +50,6 @@ ROLLED_BACK = "eckart.rolled_back"
 
 _PENDING = "pending"
 _TRIAL = "eckart.trial"
-_SQLITE = "sqlite:///"
 
 
 class RegistryError(EckartError):
@@ -81,7 +80,7 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
     """Open the registry for the model `name`. Other promotions of this model wait while the block runs.
 
     The environment names the registry; by default it is in the working directory. With PostgreSQL, promotions on all
-    machines take turns, otherwise those of this user on this machine.
+    machines take turns, otherwise those on this machine (flows/registry/promotion_lock.py).
 
     Args:
         first: whether to accept a registry without a champion, although this workspace has had a champion.
@@ -118,8 +117,8 @@ def _absolute(address: str) -> str:
 
     Locks are named after the URL, so all spellings of one file must give the same URL.
     """
-    kind, path = address[: len(_SQLITE)], address[len(_SQLITE) :]
-    return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
+    kind, path = address[: len(SQLITE)], address[len(SQLITE) :]
+    return f"{SQLITE}{Path(path).resolve()}" if kind == SQLITE else address
 
 
 class Registry:

@@ -245,13 +245,37 @@ def test_a_damaged_registry_stops_everything(main: Path) -> None:
             collected()
 
 
-def test_a_version_without_its_model_stops_everything(main: Path, database: Path) -> None:
+@pytest.mark.parametrize("run_known", [True, False])
+def test_gc_stops_if_a_version_needs_what_is_in_mlflows_trash(main: Path, database: Path, run_known: bool) -> None:
+    """MLflow's gc would empty the trash, with the version's files or its lineage."""
     shutil.copy(database, main)
-    register(run(1, told=True), run_known=True)
+    night = run(1, told=True)
+    number = register(night, run_known)
+    run(2, told=True)
     client = MlflowClient(f"sqlite:///{main / MLFLOW}")
-    client.delete_logged_model(str(client.get_model_version("m", "1").source).removeprefix("models:/"))
-    with pytest.raises(CannotCollect):
-        collected()
+    version = client.get_model_version("m", number)
+    before = digests(main / "mlruns")
+
+    def stops(advice: str) -> None:
+        for _ in range(2):
+            with pytest.raises(CannotCollect, match=advice):
+                collected()
+        assert digests(main / "mlruns") == before
+
+    experiment = client.get_experiment_by_name("toy").experiment_id
+    client.delete_experiment(experiment)
+    stops(f"mlflow experiments restore --experiment-id {experiment}")
+    client.restore_experiment(experiment)
+    made = [version.run_id, client.get_run(version.run_id).data.tags["mlflow.parentRunId"]] if run_known else []
+    for run_id in made:
+        client.delete_run(run_id)
+        stops(f"mlflow runs restore --run-id {run_id}")
+        client.restore_run(run_id)
+    collected()
+    assert lacking([outcome for outcome in night if "@b" not in outcome.stage]) == []
+    before = digests(main / "mlruns")
+    client.delete_logged_model(str(version.source).removeprefix("models:/"))
+    stops("delete the version")
 
 
 def test_saved_logits_stay_while_a_recipe_distills_them(main: Path) -> None:
