@@ -8,19 +8,26 @@ of them, so the names of its factors take the place of its own:
   those of the first, so outputs are scaled exactly as those of the dense layer would be. Two forms differ: in pivoted
   storage, only the outputs that are not pivots are scaled, and at rank 1 only the component.
 
+A factorized layer that the config excludes has no adapter. Ranks and scales that the config gives a layer by its name
+(`rank_pattern`, `alpha_pattern`) are those of its factors.
+
 peft asks for no such thing, so its function that completes a config is wrapped, as soon as peft has been imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from eckart.after_import import call_after_import
-from eckart.model.layers import LowRankLayer, PlainLinear
+from eckart.model.layers import LowRankLayer, PlainLinear, tied_heads
 
 _MODULE = "peft.tuners.tuners_utils"
 _FUNCTION = "_maybe_include_all_linear_layers"
@@ -32,19 +39,61 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
     Args:
         matches: function that tells whether the config means the module of this name.
     """
-    meant = {name: module for name, module in model.named_modules() if name and matches(config, name)}
-    layers = {name: module for name, module in meant.items() if isinstance(module, LowRankLayer)}
-    if not layers:
+    low_rank = {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
+    every = copy.copy(config)
+    every.target_modules = [*low_rank]
+    excluded = tuple(f"{name}." for name in low_rank if not matches(every, name))
+    meant = [name for name, _ in model.named_modules() if name and matches(config, name)]
+    names = {name for name in meant if name not in low_rank and not name.startswith(excluded)}
+    layers = {name: low_rank[name] for name in meant if name in low_rank}
+    targets = names.union(*(_factors(name, layer) for name, layer in layers.items()))
+    _warn_of_tied(model, targets)
+    _expand_patterns(config, low_rank, targets)
+    if targets == {*meant}:
         return
-    names = {name for name in meant if name not in layers}
     inputs = getattr(config, "feedforward_modules", None)
     if inputs is None:
-        config.target_modules = names.union(*(_factors(name, layer) for name, layer in layers.items()))
+        config.target_modules = targets
         return
     scaled = {name for name in meant if any(name == end or name.endswith(f".{end}") for end in inputs)}
     ends = {name: _factors(name, layer)[0 if name in scaled else -1] for name, layer in layers.items()}
     config.target_modules = names | {*ends.values()}
     config.feedforward_modules = {ends.get(name, name) for name in scaled}
+
+
+def _expand_patterns(config: Any, layers: Mapping[str, LowRankLayer], targets: set[str]) -> None:
+    """Let what the config says of a layer by its name, such as `rank_pattern`, hold for those factors in `targets`."""
+    for field, values in vars(config).items():
+        if not field.endswith("_pattern") or not isinstance(values, dict):
+            continue
+        own: dict[str, Any] = {}
+        used: set[str] = set()
+        for name, layer in layers.items():
+            key = next((key for key in values if _means(key, name)), None)
+            if key is not None and (factors := targets.intersection(_factors(name, layer))):
+                own |= {re.escape(factor): values[key] for factor in sorted(factors)}
+                used.add(key)
+        # peft warns of keys that mean no target
+        others = {
+            key: value for key, value in values.items() if key not in used or any(_means(key, t) for t in targets)
+        }
+        setattr(config, field, others | own)
+
+
+def _means(key: str, name: str) -> bool:
+    """Whether a key of a pattern means the module `name`: to peft, it is a regular expression for the name's end."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def _warn_of_tied(model: nn.Module, names: set[str]) -> None:
+    """Warn if an embedding that shares its factors with a head gets an adapter, as peft warns of shared weights."""
+    for head, embedding in tied_heads(model).items():
+        if any(name.startswith(f"{embedding}.") for name in names):
+            warnings.warn(
+                f"{embedding} shares its factors with {head}, so merging its adapter would change the head's outputs, "
+                "too: leave it out, or do not merge",
+                stacklevel=2,
+            )
 
 
 def _factors(name: str, layer: LowRankLayer) -> list[str]:
@@ -60,12 +109,16 @@ def _wrap(utilities: ModuleType) -> None:
     complete = getattr(utilities, _FUNCTION)
 
     def complete_with_factors(peft_config: Any, model: nn.Module) -> Any:
-        config = complete(peft_config, model)
+        if not any(isinstance(module, LowRankLayer) for module in model.modules()):
+            return complete(peft_config, model)
+        config = complete(copy.copy(peft_config), model)  # a copy, since the caller may use the config for other models
         if getattr(config, "target_modules", None):
             expand(config, model, utilities.check_target_module_exists)
         return config
 
-    setattr(utilities, _FUNCTION, complete_with_factors)
+    for module in [*sys.modules.values()]:  # some have imported the function by its name
+        if getattr(module, "__name__", "").startswith("peft.") and vars(module).get(_FUNCTION) is complete:
+            setattr(module, _FUNCTION, complete_with_factors)
 
 
 call_after_import(_MODULE, _wrap)

@@ -24,6 +24,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -370,11 +371,8 @@ def describe(model: PreTrainedModel) -> None:
     forget_gguf(model)
     if (storage := _storage(model)) is not None:
         model.config.quantization_config = storage
-        _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # every factorized layer has been merged since it was loaded
-        for module in model.modules():
-            vars(module).pop("save_pretrained", None)
 
 
 def _storage(model: PreTrainedModel) -> EckartConfig | None:
@@ -402,32 +400,42 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-class _GuardedSave:
-    """A `save_pretrained` for compressed models that also writes NEEDED into config.json.
+_saved_by_transformers: Any = PreTrainedModel.save_pretrained
 
-    transformers never writes the name of a weights file into a config, so the name is added afterwards. This is an
-    object and not a closure, so that copying or pickling the model also copies or pickles it.
+
+@wraps(_saved_by_transformers)
+def _save_pretrained(
+    model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+) -> None:
+    """Save a model. If it is compressed, also write NEEDED into config.json.
+
+    transformers never writes the name of a weights file into a config, so the name is added afterwards.
     """
+    if not _has_format(model):
+        _saved_by_transformers(model, save_directory, *args, push_to_hub=push_to_hub, **kwargs)
+        return
+    hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
+    with _described(model) as compressed, _each_layer_by_itself(model):
+        _saved_by_transformers(model, save_directory, *args, **kwargs)
+    file = Path(save_directory) / "config.json"
+    if compressed and kwargs.get("is_main_process", True) and file.exists():
+        content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
+        parts = _parts_of_config(model.config).keys() & content.keys()
+        for part in parts:  # a class that loads only this part reads nothing else
+            content[part] |= {name: content[name] for name in _OF_FORMAT if name in content}
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    if push_to_hub:  # push_to_hub calls this function once more to save the files
+        upload: Any = model.push_to_hub
+        upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
 
-    def __call__(
-        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
-        with _described(self._model) as compressed, _each_layer_by_itself(self._model):
-            type(self._model).save_pretrained(self._model, save_directory, *args, **kwargs)
-        file = Path(save_directory) / "config.json"
-        if compressed and kwargs.get("is_main_process", True) and file.exists():
-            content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
-            parts = _parts_of_config(self._model.config).keys() & content.keys()
-            for part in parts:  # a class that loads only this part reads nothing else
-                content[part] |= {name: content[name] for name in _OF_FORMAT if name in content}
-            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        if push_to_hub:  # push_to_hub calls this method once more to save the files
-            upload: Any = self._model.push_to_hub
-            upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
+# of the class, since a model that was compressed may become part of another one
+PreTrainedModel.save_pretrained = _save_pretrained  # type: ignore[method-assign, assignment]
+
+
+def _has_format(model: PreTrainedModel) -> bool:
+    """Whether a layer of `model` is compressed, or was when its config was written."""
+    return isinstance(getattr(model.config, "quantization_config", None), EckartConfig) or _storage(model) is not None
 
 
 @contextmanager
@@ -478,13 +486,6 @@ def converted(model: PreTrainedModel, conversions: Sequence[Any]) -> Iterator[No
 
 _OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
-
-
-def _guard(model: PreTrainedModel) -> None:
-    """Replace `save_pretrained` of the model, and of the models inside it, so that it writes NEEDED."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, Literal
@@ -306,7 +307,9 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
     Raises:
         ValueError: there is no such head, or a third module shares the weight.
     """
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    ends: tuple[Any, Any] = None, None
+    with suppress(AttributeError, NotImplementedError):  # a model with none or several, as CLIP
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
     if all(names) and is_embedding(ends[0]) and is_linear(ends[1]):
         owners = _weight_owners(model)[f"{names[0]}.weight"]

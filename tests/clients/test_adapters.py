@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 
+import eckart
 from eckart.model.hf_format import save
-from eckart.model.layers import factorized
+from eckart.model.layers import factorized, merge
 from tests import tiny
 from tests.clients.conftest import distance, logits, small
 
@@ -81,6 +84,65 @@ def test_all_linear_adapts_factors_and_dense_layers() -> None:
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = [module for module in adapted.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     assert len(found) == len(linear)
+
+
+def adapted_by(made: Any, model: PreTrainedModel) -> dict[str, int]:
+    """Return the names of the original model's layers that get an adapter → its rank."""
+    adapted = peft.get_peft_model(copy.deepcopy(model), made)
+    found = {name: some for name, some in adapted.named_modules() if isinstance(some, peft.tuners.lora.LoraLayer)}
+    names = {
+        name: name.removeprefix("base_model.model.").removesuffix(".left").removesuffix(".right") for name in found
+    }
+    return {names[name]: some.r["default"] for name, some in found.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear", "exclude_modules": ["query", "dense"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.query"},
+        {"target_modules": ["query", "key"], "exclude_modules": ["0.attention.self.query"]},
+        {"target_modules": ["query", "key"], "rank_pattern": {"query": 2, r"0\..*key": 3}},
+        {"target_modules": "all-linear", "rank_pattern": {"query": 2}},
+    ],
+)
+def test_settings_by_name_mean_what_they_mean_for_the_original(settings: dict[str, Any]) -> None:
+    model = small()
+    dense = copy.deepcopy(model)
+    for name in factorized(model):
+        merge(dense, name)
+    assert adapted_by(peft.LoraConfig(**settings), model) == adapted_by(peft.LoraConfig(**settings), dense)
+
+
+def test_a_config_can_be_used_for_several_models() -> None:
+    """Of candidates with several keeps, each has other layers that stay dense."""
+    first, second = small(), small()
+    merge(second, name := next(iter(factorized(second))))
+    for targets in ("all-linear", [name.rpartition(".")[2]]):
+        config, expected = peft.LoraConfig(target_modules=targets), peft.LoraConfig(target_modules=targets)
+        adapted_by(config, first)
+        assert adapted_by(config, second) == adapted_by(expected, second)
+
+
+def test_merging_into_factors_that_a_head_shares_is_warned_of() -> None:
+    model = tiny.causal_llama()
+    labeled = tiny.batches(tiny.samples(8), 4)
+    batches = [{**batch, "labels": batch["input_ids"]} for batch in labeled]
+    compressed, _ = eckart.compress(model, batches, keep=0.6, recipe="svd", embeddings=True, tied=True)
+    with pytest.warns(UserWarning, match="lm_head"):
+        peft.get_peft_model(compressed, peft.LoraConfig(target_modules=["embed_tokens"]))
+
+
+@pytest.mark.parametrize("order", ["eckart, peft", "peft, eckart"])
+def test_methods_of_peft_work_in_any_order_of_imports(order: str) -> None:
+    code = f"""
+import {order}, copy
+from tests.clients.conftest import small
+for method in (peft.LoraConfig, peft.VeraConfig, peft.RandLoraConfig):
+    adapted = peft.get_peft_model(small(), method(target_modules=["query"]))
+    assert any("query.right" in name for name, some in adapted.named_parameters() if some.requires_grad), method
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ia3_scales_the_map_as_it_would_the_dense_layer() -> None:

@@ -18,6 +18,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    EncoderDecoderModel,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -305,6 +306,19 @@ def test_the_base_model_of_a_compressed_model_is_guarded_too(tmp_path):
     assert factorized(AutoModel.from_pretrained(tmp_path / "part")) == factorized(model.bert)
 
 
+def test_a_compressed_model_inside_another_is_saved_with_its_format(tmp_path):
+    save(compress(tiny.bert()), tmp_path / "part")
+    whole = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "part", tmp_path / "part").eval()
+    assert factorized(whole)
+    whole.save_pretrained(tmp_path / "whole")
+    assert guarded(tmp_path / "whole")
+    again = EncoderDecoderModel.from_pretrained(tmp_path / "whole")
+    assert factorized(again) == factorized(whole)
+    inputs = {**BATCH, "decoder_input_ids": BATCH["input_ids"]}
+    inputs.pop("labels")
+    assert torch.equal(again(**inputs).logits, whole(**inputs).logits)
+
+
 def test_layers_that_were_merged_are_saved_as_they_are(tmp_path):
     """Also by `save_pretrained` itself, and by that of a model inside."""
     model = compress(tiny.bert())
@@ -328,6 +342,8 @@ def test_a_dense_model_with_the_config_of_a_compressed_one_is_refused_and_not_fi
     save(model, tmp_path / "factors")
     dense = type(model)(model.config)
     dense.save_pretrained(tmp_path / "dense")
+    assert_same(load(tmp_path / "dense"), dense.eval())
+    shutil.copy(tmp_path / "factors/config.json", tmp_path / "dense")
     with pytest.raises(ValueError, match="save the model again"):
         load(tmp_path / "dense")
 

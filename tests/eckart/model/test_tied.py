@@ -95,6 +95,14 @@ def test_a_model_without_a_tied_pair_is_refused() -> None:
         find_targets(tiny.bert(), rows(), tied=True)
 
 
+def test_a_model_without_one_input_embedding_is_refused() -> None:
+    text = {**tiny.LAYERS, "vocab_size": 30, "max_position_embeddings": 32, "eos_token_id": 2}
+    image = {**tiny.LAYERS, "image_size": 16, "patch_size": 8}
+    model = tiny.build("CLIPModel", text_config=text, vision_config=image, projection_dim=8)
+    with pytest.raises(ValueError, match=r"targets\.tied"):
+        find_targets(model, {**rows(), "pixel_values": torch.randn(len(rows()["input_ids"]), 3, 16, 16)}, tied=True)
+
+
 def test_excluding_one_of_the_pair_excludes_both() -> None:
     found = find_targets(language(), rows(), exclude=[HEAD], tied=True)
     assert not any(isinstance(target, Tied) for target in found.targets)
