@@ -11,7 +11,8 @@ of them, so the names of its factors take the place of its own:
 A factorized layer that the config excludes has no adapter. Ranks and scales that the config gives a layer by its name
 (`rank_pattern`, `alpha_pattern`) are those of its factors.
 
-peft asks for no such thing, so its function that completes a config is wrapped, as soon as peft has been imported.
+peft asks for no such thing, so its function that completes a config is wrapped, as soon as peft has been imported. So
+is the method that injects an adapter, which then completes a copy of the caller's config.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -62,22 +64,23 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
 
 
 def _expand_patterns(config: Any, layers: Mapping[str, LowRankLayer], targets: set[str]) -> None:
-    """Let what the config says of a layer by its name, such as `rank_pattern`, hold for those factors in `targets`."""
+    """Give each of `targets` what the config says of it, or of the factorized layer that it belongs to, by name.
+
+    As in peft, the first key that means it counts, such as those of `rank_pattern`.
+    """
+    layer_of = {factor: name for name, layer in layers.items() for factor in _factors(name, layer)}
     for field, values in vars(config).items():
         if not field.endswith("_pattern") or not isinstance(values, dict):
             continue
-        own: dict[str, Any] = {}
-        used: set[str] = set()
-        for name, layer in layers.items():
-            key = next((key for key in values if _means(key, name)), None)
-            if key is not None and (factors := targets.intersection(_factors(name, layer))):
-                own |= {re.escape(factor): values[key] for factor in sorted(factors)}
+        own, used = {}, set()
+        for target in sorted(targets):
+            names = target, layer_of.get(target, target)
+            key = next((key for key in values if any(_means(key, name) for name in names)), None)
+            if key is not None:
+                own[re.escape(target)] = values[key]
                 used.add(key)
         # peft warns of keys that mean no target
-        others = {
-            key: value for key, value in values.items() if key not in used or any(_means(key, t) for t in targets)
-        }
-        setattr(config, field, others | own)
+        setattr(config, field, own | {key: value for key, value in values.items() if key not in used})
 
 
 def _means(key: str, name: str) -> bool:
@@ -106,18 +109,31 @@ def _factors(name: str, layer: LowRankLayer) -> list[str]:
 
 
 def _wrap(utilities: ModuleType) -> None:
-    complete = getattr(utilities, _FUNCTION)
+    complete, inject = getattr(utilities, _FUNCTION), utilities.BaseTuner.inject_adapter
+    injected: list[Any] = []  # configs of the adapters that are being injected
 
     def complete_with_factors(peft_config: Any, model: nn.Module) -> Any:
         if not any(isinstance(module, LowRankLayer) for module in model.modules()):
             return complete(peft_config, model)
-        config = complete(copy.copy(peft_config), model)  # a copy, since the caller may use the config for other models
+        own = any(config is peft_config for config in injected)
+        config = complete(peft_config if own else copy.copy(peft_config), model)
         if getattr(config, "target_modules", None):
             expand(config, model, utilities.check_target_module_exists)
         return config
 
-    for module in [*sys.modules.values()]:  # some have imported the function by its name
-        if getattr(module, "__name__", "").startswith("peft.") and vars(module).get(_FUNCTION) is complete:
+    @wraps(inject)
+    def inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        # The tuner keeps the completed config. The caller may use its own for another model.
+        injected.append(copy.copy(tuner.peft_config[adapter_name]))
+        tuner.peft_config[adapter_name] = injected[-1]
+        try:
+            return inject(tuner, model, adapter_name, *args, **kwargs)
+        finally:
+            injected.pop()
+
+    utilities.BaseTuner.inject_adapter = inject_adapter
+    for name, module in [*sys.modules.items()]:  # some have imported the function by its name
+        if name.startswith("peft.") and getattr(module, _FUNCTION, None) is complete:
             setattr(module, _FUNCTION, complete_with_factors)
 
 

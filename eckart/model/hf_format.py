@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -405,20 +406,23 @@ _saved_by_transformers: Any = PreTrainedModel.save_pretrained
 
 @wraps(_saved_by_transformers)
 def _save_pretrained(
-    model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **options: Any
 ) -> None:
     """Save a model. If it is compressed, also write NEEDED into config.json.
 
     transformers never writes the name of a weights file into a config, so the name is added afterwards.
     """
     if not _has_format(model):
-        _saved_by_transformers(model, save_directory, *args, push_to_hub=push_to_hub, **kwargs)
+        _saved_by_transformers(model, save_directory, *args, **options)
         return
-    hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
+    given = signature(_saved_by_transformers).bind(model, save_directory, *args, **options).arguments
+    model, save_directory, options = given.pop("self"), given.pop("save_directory"), given.pop("kwargs", {}) | given
+    push_to_hub = options.pop("push_to_hub", False)
+    hub = {name: options.pop(name) for name in _UPLOAD if name in options} if push_to_hub else {}
     with _described(model) as compressed, _each_layer_by_itself(model):
-        _saved_by_transformers(model, save_directory, *args, **kwargs)
+        _saved_by_transformers(model, save_directory, **options)
     file = Path(save_directory) / "config.json"
-    if compressed and kwargs.get("is_main_process", True) and file.exists():
+    if compressed and options.get("is_main_process", True) and file.exists():
         content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
         parts = _parts_of_config(model.config).keys() & content.keys()
         for part in parts:  # a class that loads only this part reads nothing else
@@ -435,7 +439,9 @@ PreTrainedModel.save_pretrained = _save_pretrained  # type: ignore[method-assign
 
 def _has_format(model: PreTrainedModel) -> bool:
     """Whether a layer of `model` is compressed, or was when its config was written."""
-    return isinstance(getattr(model.config, "quantization_config", None), EckartConfig) or _storage(model) is not None
+    stored = getattr(model.config, "quantization_config", None)  # a dict in what AutoConfig reads
+    was = isinstance(stored, EckartConfig) or (isinstance(stored, dict) and stored.get("quant_method") == "eckart")
+    return was or _storage(model) is not None
 
 
 @contextmanager
@@ -446,7 +452,9 @@ def _described(model: PreTrainedModel) -> Iterator[bool]:
     """
     config, storage = model.config, _storage(model)
     before = config.__dict__.pop("quantization_config", None)
-    if storage is not None:
+    if storage is None:
+        forget_needed(config)
+    else:
         config.quantization_config = storage
     try:
         yield storage is not None

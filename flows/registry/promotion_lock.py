@@ -58,18 +58,30 @@ def _in_database(address: str, name: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _on_machine(address: str, name: str) -> Iterator[Callable[[], None]]:
-    digest = hashlib.sha256(f"{address} {name}".encode()).hexdigest()[:16]
     database = Path(address.removeprefix(SQLITE))
-    beside = address.startswith(SQLITE) and os.access(database.parent, os.W_OK)  # SQLite itself writes into this folder
-    path = database.with_name(f"{database.name}-{digest}.lock")
-    elsewhere = Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}-{digest}.lock"
-    with (path if beside else elsewhere).open("w") as file:
+    if address.startswith(SQLITE) and os.access(database.parent, os.W_OK):  # SQLite itself writes into this folder
+        path = database.with_name(f"{database.name}-{_digest(name)}.lock")
+    else:
+        path = Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}-{_digest(f'{address} {name}')}.lock"
+    with open(path, opener=_opener) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             _say(name)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield lambda: None
+
+
+def _opener(path: str, _: int) -> int:
+    """Open a lock file, which is made if it does not exist, or which another user may have made."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # on NFS, the lock needs a file that can be written
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _say(name: str) -> None:

@@ -90,10 +90,14 @@ def adapted_by(made: Any, model: PreTrainedModel) -> dict[str, int]:
     """Return the names of the original model's layers that get an adapter → its rank."""
     adapted = peft.get_peft_model(copy.deepcopy(model), made)
     found = {name: some for name, some in adapted.named_modules() if isinstance(some, peft.tuners.lora.LoraLayer)}
-    names = {
-        name: name.removeprefix("base_model.model.").removesuffix(".left").removesuffix(".right") for name in found
-    }
-    return {names[name]: some.r["default"] for name, some in found.items()}
+    ranks: dict[str, list[int]] = {}
+    for name, some in found.items():
+        layer = name.removeprefix("base_model.model.").removesuffix(".left").removesuffix(".right")
+        ranks.setdefault(layer, []).append(some.r["default"])
+    for layer, values in ranks.items():  # both factors have the same rank
+        assert len(values) == 1 + (layer in factorized(model))
+        assert len({*values}) == 1
+    return {layer: values[0] for layer, values in ranks.items()}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +108,8 @@ def adapted_by(made: Any, model: PreTrainedModel) -> dict[str, int]:
         {"target_modules": ["query", "key"], "exclude_modules": ["0.attention.self.query"]},
         {"target_modules": ["query", "key"], "rank_pattern": {"query": 2, r"0\..*key": 3}},
         {"target_modules": "all-linear", "rank_pattern": {"query": 2}},
+        {"target_modules": "all-linear", "rank_pattern": {"query": 2, r"layer\.0\..*": 3}},
+        {"target_modules": ["query", "classifier"], "rank_pattern": {r"layer\.0\..*": 3, "query": 2, "classifier": 4}},
     ],
 )
 def test_settings_by_name_mean_what_they_mean_for_the_original(settings: dict[str, Any]) -> None:
@@ -122,6 +128,16 @@ def test_a_config_can_be_used_for_several_models() -> None:
         config, expected = peft.LoraConfig(target_modules=targets), peft.LoraConfig(target_modules=targets)
         adapted_by(config, first)
         assert adapted_by(config, second) == adapted_by(expected, second)
+
+
+def test_adapters_on_all_layers_are_added_up() -> None:
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(small(), config)
+    adapted.add_adapter("other", config)
+    adapted.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="linear")
+    adapted.set_adapter("both")
+    assert config.target_modules == "all-linear"
+    assert torch.isfinite(logits(adapted)).all()
 
 
 def test_merging_into_factors_that_a_head_shares_is_warned_of() -> None:

@@ -68,9 +68,10 @@ def test_names_of_dense_layers_stay_as_they_were_written() -> None:
 
 
 def test_peft_is_changed_as_soon_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a program looked for it before. A stand-in for the package has the two functions that count."""
+    """Also if a program looked for it before. A stand-in for the package has the functions that count."""
     code = "def _maybe_include_all_linear_layers(peft_config, model):\n    return peft_config\n"
     code += "def check_target_module_exists(config, key):\n    return key in config.target_modules\n"
+    code += "class BaseTuner:\n    inject_adapter = None\n"
     for folder in (tmp_path / "peft", tmp_path / "peft" / "tuners"):
         folder.mkdir()
         (folder / "__init__.py").write_text("")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -325,7 +326,7 @@ def test_layers_that_were_merged_are_saved_as_they_are(tmp_path):
     save(model, tmp_path / "factors")
     first, *others = factorized(model)
     merge(model, first)
-    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "one", True, None, False)  # arguments by position
     one = load(tmp_path / "one")
     assert list(factorized(one)) == others
     assert_same(one, model)
@@ -340,9 +341,11 @@ def test_layers_that_were_merged_are_saved_as_they_are(tmp_path):
 def test_a_dense_model_with_the_config_of_a_compressed_one_is_refused_and_not_filled_at_random(tmp_path):
     model = compress(tiny.bert())
     save(model, tmp_path / "factors")
-    dense = type(model)(model.config)
-    dense.save_pretrained(tmp_path / "dense")
-    assert_same(load(tmp_path / "dense"), dense.eval())
+    for config in (model.config, AutoConfig.from_pretrained(tmp_path / "factors")):
+        dense = type(model)(config)
+        dense.save_pretrained(tmp_path / "dense")
+        assert not guarded(tmp_path / "dense")
+        assert_same(load(tmp_path / "dense"), dense.eval())
     shutil.copy(tmp_path / "factors/config.json", tmp_path / "dense")
     with pytest.raises(ValueError, match="save the model again"):
         load(tmp_path / "dense")
