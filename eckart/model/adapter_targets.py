@@ -43,7 +43,7 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
     """
     low_rank = {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
     every = copy.copy(config)
-    every.target_modules = [*low_rank]
+    every.target_modules = {*low_rank}
     excluded = tuple(f"{name}." for name in low_rank if not matches(every, name))
     meant = [name for name, _ in model.named_modules() if name and matches(config, name)]
     names = {name for name in meant if name not in low_rank and not name.startswith(excluded)}
