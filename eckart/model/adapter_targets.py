@@ -108,12 +108,16 @@ def _factors(name: str, layer: LowRankLayer) -> list[str]:
     ]
 
 
+def _is_factorized(model: nn.Module) -> bool:
+    return any(isinstance(module, LowRankLayer) for module in model.modules())
+
+
 def _wrap(utilities: ModuleType) -> None:
     complete, inject = getattr(utilities, _FUNCTION), utilities.BaseTuner.inject_adapter
     injected: list[Any] = []  # configs of the adapters that are being injected
 
     def complete_with_factors(peft_config: Any, model: nn.Module) -> Any:
-        if not any(isinstance(module, LowRankLayer) for module in model.modules()):
+        if not _is_factorized(model):
             return complete(peft_config, model)
         own = any(config is peft_config for config in injected)
         config = complete(peft_config if own else copy.copy(peft_config), model)
@@ -123,6 +127,8 @@ def _wrap(utilities: ModuleType) -> None:
 
     @wraps(inject)
     def inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        if not _is_factorized(model):
+            return inject(tuner, model, adapter_name, *args, **kwargs)
         # The tuner keeps the completed config. The caller may use its own for another model.
         injected.append(copy.copy(tuner.peft_config[adapter_name]))
         tuner.peft_config[adapter_name] = injected[-1]

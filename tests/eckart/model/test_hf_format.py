@@ -338,7 +338,8 @@ def test_layers_that_were_merged_are_saved_as_they_are(tmp_path):
     assert_same(load(tmp_path / "all"), model)
 
 
-def test_a_dense_model_with_the_config_of_a_compressed_one_is_refused_and_not_filled_at_random(tmp_path):
+def test_a_dense_model_with_the_config_of_a_compressed_one_is_saved_as_it_is(tmp_path):
+    """A folder whose config names factors that it does not have is refused, and not filled at random."""
     model = compress(tiny.bert())
     save(model, tmp_path / "factors")
     for config in (model.config, AutoConfig.from_pretrained(tmp_path / "factors")):
