@@ -38,7 +38,7 @@ from eckart.calibration.losses import (
     token_loss,
 )
 from eckart.model.module_context import eval_mode
-from eckart.model.probing import masks_of
+from eckart.model.probing import masks_of, shortened
 
 _SPAN_LABELS, _SPAN_LOGITS = LABELS - {"labels"}, {"start_logits", "end_logits"}
 _EXAMPLES = 4  # maximum number of examples whose loss is computed together and alone
@@ -57,9 +57,10 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
     _check_labels(data)
     with eval_mode(model), _differentiable(model):
         examples = _uneven_examples(model, data)
+        short = _short(model, examples[0])
         name = type(model).__name__
         with torch.no_grad():  # so that no graph stays in memory
-            outputs = model(**examples[0])
+            outputs = model(**short)
         if not isinstance(outputs, Mapping):
             raise ValueError(
                 f"{name} returns a {type(outputs).__name__}: let it return names, as a ModelOutput has them"
@@ -67,7 +68,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
         if outputs.get("loss") is None:
             raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
-        loss = span_loss if spans else _loss_of(model, examples)
+        loss = span_loss if spans else _loss_of(model, examples, short)
     heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labeled_logits, causal_loss: labeled_logits}
     predictions = heads.get(loss) or predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
@@ -99,7 +100,7 @@ def _check_labels(data: Sequence[Batch]) -> None:
 
 def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
     """Return up to _EXAMPLES labeled examples, each as a batch, of the batch whose examples differ most in length."""
-    ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
+    ignored = _ignored(model)
 
     def unevenness(counted: tuple[Batch, Tensor, Tensor]) -> tuple[int, float, int]:
         _, counts, labeled = counted
@@ -110,6 +111,20 @@ def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[
         raise ValueError("no label of any batch counts: give labels that the loss does not ignore")
     places = [int(place) for place in counts.argsort(stable=True) if labeled[place]]
     return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_EXAMPLES]
+
+
+def _ignored(model: PreTrainedModel) -> set[int]:
+    """Return the labels that do not count."""
+    return {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
+
+
+def _short(model: PreTrainedModel, example: Batch) -> Batch:
+    """Return the last tokens of a long example if their labels count, else `example` itself.
+
+    They are enough to recognize a loss per token, and the passes through the model take most of the time.
+    """
+    short = shortened(model, example)
+    return short if bool(_counts(short, _ignored(model))[1].all()) else example
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
@@ -232,8 +247,14 @@ def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(t) if gradient is None else gradient for t, gradient in zip(by, gradients, strict=True)]
 
 
-def _loss_of(model: PreTrainedModel, examples: Sequence[Batch]) -> Loss:
-    """Find the Loss that returns, for a batch, the sum of the losses that the model returns for each example alone."""
+def _loss_of(model: PreTrainedModel, examples: Sequence[Batch], short: Batch) -> Loss:
+    """Find the Loss that returns, for a batch, the sum of the losses that the model returns for each example alone.
+
+    Args:
+        short: the first example, or its last tokens.
+    """
+    if short is not examples[0] and (loss := _token_loss(_answer(model, short))):
+        return loss
     answers: list[_Answer] = []
     for example in examples:
         answer = _answer(model, example)

@@ -270,6 +270,16 @@ def test_examples_without_labels_are_skipped_in_token_losses_only():
         objective_of(model, [batch], "kfac")
 
 
+@pytest.mark.parametrize("counting", [slice(None), slice(0, 20)])
+def test_the_loss_of_long_texts_is_found(counting):
+    """Also if no label of the last tokens counts."""
+    model = tiny.build("LlamaForCausalLM", **tiny.WORDS, **tiny.LAYERS, num_key_value_heads=2).eval()
+    ids = torch.arange(600).view(2, 300) % 7 + 1
+    labels = torch.full_like(ids, -100)
+    labels[:, counting] = ids[:, counting]
+    assert objective_of(model, [{"input_ids": ids, "labels": labels}], "kfac").loss is causal_loss
+
+
 @pytest.mark.parametrize("name", ["choices", "falcon"])
 def test_the_loss_is_found_in_half_precision_too(name):
     model, batch = tiny.UNUSUAL[name]()
