@@ -239,7 +239,10 @@ def factorize_in_order(
     if dense:
         dense.keep_blocks(block.name for block, _ in saved)
         dense.keep(first)
-    factorize_at_once(model, first, ranks, weighting, statistics)
+    for target in first:
+        if target.name in narrowing.down_of:
+            narrowing.narrow(target.name)
+    factorize_at_once(model, first, ranks, weighting, statistics, narrowing=narrowing)
     if dense:
         plan = restore(model, dense, plan, ranks, narrowing.shape, [tensors for _, tensors in saved])
     refined = [block for block, _ in saved]

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from eckart.factorization.weighted_svd import accelerated
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
+from eckart.model.mlps import Mlp, Width
 
 _CANDIDATES = 4  # candidates of a round ÷ neurons that it takes
 _RIDGE = 1e-6  # added to the diagonal of B, in units of its mean: neurons may depend on each other
@@ -57,6 +58,11 @@ class NeuronOrder:
     def kept(self, width: int) -> tuple[int, ...]:
         """Return the neurons that stay at `width`, ascending."""
         return tuple(sorted(self.neurons[:width]))
+
+    def width(self, mlp: Mlp, width: int) -> Width:
+        """Return the width of `mlp`, whose order this is, at one of `widths`."""
+        loss = self.losses[self.widths.index(width)]
+        return Width(up=mlp.up, kept=self.kept(width), loss=loss, interleaved=mlp.interleaved)
 
 
 def order_neurons(weight: Tensor, moment: Side, group: int, moments_at: Container[int] = ()) -> NeuronOrder:

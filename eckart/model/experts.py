@@ -36,6 +36,12 @@ class Experts(nn.Module):
     """The experts of a layer, one child each: tokens `(tokens, in)` → sums of the chosen experts' outputs.
 
     Child `3` is the expert with number 3. Its layers are `gate_up` (or `up`, without a gate) and `down`.
+
+    Attributes:
+        count: number of experts.
+        up: name of the first layer of each expert.
+        interleaved: whether the outputs 2j and 2j + 1 of a `gate_up` of 2n outputs belong to neuron j; else j and
+            n + j do.
     """
 
     def __init__(self, fused: nn.Module, share: bool = False) -> None:
@@ -50,6 +56,7 @@ class Experts(nn.Module):
         self._shell = (shell,)  # knows the activation; the tuple hides it from modules() and named_modules()
         self.count = len(fused.get_parameter("down_proj"))
         self.up = "gate_up" if fused.has_gate else "up"
+        self.interleaved = self.up == "gate_up" and not getattr(fused, "is_concatenated", True)
         for number in range(self.count):
             expert = nn.Module()
             for layer in (self.up, "down"):
@@ -81,11 +88,15 @@ class Experts(nn.Module):
             total = total + (self._run(number, hidden_states) * weight).to(total.dtype)
         return total
 
-    def _run(self, number: int, rows: Tensor) -> Tensor:
+    def neurons(self, outputs: Tensor) -> Tensor:
+        """Return the neurons `(tokens, n)` of an expert, the inputs of `down`, from the outputs of its first layer."""
         shell: Any = self._shell[0]
-        activation = shell._apply_gate if shell.has_gate else shell.act_fn
-        inner = self.get_submodule(f"{number}.{self.up}")(rows)
-        result: Tensor = self.get_submodule(f"{number}.down")(activation(inner))
+        result: Tensor = (shell._apply_gate if shell.has_gate else shell.act_fn)(outputs)
+        return result
+
+    def _run(self, number: int, rows: Tensor) -> Tensor:
+        neurons = self.neurons(self.get_submodule(f"{number}.{self.up}")(rows))
+        result: Tensor = self.get_submodule(f"{number}.down")(neurons)
         return result
 
     def fused(self) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, row_of
+from eckart.model.experts import Experts
 from eckart.model.layers import narrowed_like, replaced, shape_of
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import shortened
@@ -26,7 +27,8 @@ class Mlp(BaseModel):
         up: names of the targets whose outputs make up the neurons: one, or two in a gated MLP.
         down: name of the target that reads the neurons.
         neurons: number of neurons n, the inputs of `down`. Each of `up` has n outputs, or 2n if it computes both gate
-            and up: then the outputs j and n + j belong to neuron j.
+            and up.
+        interleaved: whether, of 2n outputs, 2j and 2j + 1 belong to neuron j; else j and n + j do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,6 +36,11 @@ class Mlp(BaseModel):
     up: tuple[str, ...]
     down: str
     neurons: int
+    interleaved: bool = False
+
+    def outputs_of(self, neurons: Tensor, size: int) -> Tensor:
+        """Return which of the `size` outputs of one of `up` belong to `neurons`."""
+        return outputs_of(neurons, size // self.neurons, self.neurons, self.interleaved)
 
 
 def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[Mlp]:
@@ -43,6 +50,8 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     set to zero. The other neurons must stay the same. One forward pass tests all layers of a kind: if they pass, none
     of them disturbs the next. Another tests whether the code between these layers takes fewer neurons: the values of an
     attention do not depend on each other either, but its heads have a fixed width.
+
+    An expert of a mixture is an MLP, too. What it reads depends on the router, so it is tested by itself.
 
     Args:
         targets: the targets in order of execution.
@@ -55,8 +64,31 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     example = shortened(model, row_of(batch, 0))
     twice = {name: torch.cat([values, values]) for name, values in example.items()}
     independent = [_independent(model, kind, twice) for kind in kinds.values()]
-    passed = {mlp.down for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}
-    return [mlp for mlp in candidates if mlp.down in passed]
+    found = {mlp.down: mlp for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}
+    found |= {mlp.down: mlp for mlp in _experts(model, targets)}
+    return [found[target.name] for target in targets if target.name in found]
+
+
+def _experts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterator[Mlp]:
+    """Yield the experts of mixtures whose neurons do not depend on each other."""
+    routed = {target.name: target for target in targets if target.routed_by and not target.repeated}
+    for down in routed.values():
+        experts = model.get_submodule(down.routed_by or "")
+        assert isinstance(experts, Experts)
+        up = f"{down.name.rpartition('.')[0]}.{experts.up}"
+        if up == down.name or up not in routed:
+            continue
+        mlp = Mlp(up=(up,), down=down.name, neurons=down.in_features, interleaved=experts.interleaved)
+        if _takes_neurons_singly(experts, mlp, routed[up].out_features):
+            yield mlp
+
+
+@torch.no_grad()
+def _takes_neurons_singly(experts: Experts, mlp: Mlp, size: int) -> bool:
+    """Whether some neurons of the expert `mlp` come out the same from their own ones of the `size` outputs alone."""
+    outputs = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    some = torch.arange(0, mlp.neurons, 3)
+    return torch.allclose(experts.neurons(outputs[:, mlp.outputs_of(some, size)]), experts.neurons(outputs)[:, some])
 
 
 @torch.no_grad()
@@ -148,6 +180,18 @@ def _second(values: Tensor) -> Tensor:
     return values[len(values) // 2 :]
 
 
+def outputs_of(neurons: Tensor, parts: int, total: int, interleaved: bool) -> Tensor:
+    """Return the outputs that belong to `neurons`, of a layer that has `parts` outputs for each of `total` neurons.
+
+    Args:
+        interleaved: whether outputs of the same neuron are neighbors; else each part has its own `total` outputs.
+    """
+    part = torch.arange(parts)
+    if interleaved:
+        return (parts * neurons.unsqueeze(1) + part).flatten()
+    return (total * part.unsqueeze(1) + neurons).flatten()
+
+
 class Width(BaseModel):
     """Width to which an MLP is narrowed.
 
@@ -155,6 +199,7 @@ class Width(BaseModel):
         up: names of the targets that compute the neurons.
         kept: the neurons that stay, ascending.
         loss: predicted loss of leaving out the other neurons.
+        interleaved: as in `Mlp`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -162,6 +207,7 @@ class Width(BaseModel):
     up: tuple[str, ...]
     kept: tuple[int, ...]
     loss: float
+    interleaved: bool = False
 
     @property
     def neurons(self) -> int:
@@ -172,9 +218,9 @@ class Width(BaseModel):
         """Return which of the `size` outputs or inputs of one of the MLP's layers belong to the neurons that stay.
 
         Args:
-            neurons: number of neurons n of the original MLP. If `size` is 2n, j and n + j belong to neuron j.
+            neurons: number of neurons of the original MLP.
         """
-        return torch.cat([torch.tensor(self.kept) + start for start in range(0, size, neurons)])
+        return outputs_of(torch.tensor(self.kept), size // neurons, neurons, self.interleaved)
 
 
 Widths = Mapping[str, Width]

@@ -1,4 +1,4 @@
-"""Ways to compress an MLP: ranks, a width, or both; and the choice of one for each MLP."""
+"""Ways to compress an MLP: ranks, a width, or both; and the choice of one for each MLP, or group of MLPs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from eckart.model.mlps import Mlp
 from eckart.ranks.budget import Ranks
-from eckart.ranks.hull import State, spend
+from eckart.ranks.hull import State, spend, vertices
 from eckart.ranks.search_problem import Spectra
 
 _BISECTIONS = 60
@@ -15,12 +15,12 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compress an MLP.
+    """A way to compress an MLP, or a group of MLPs with one width.
 
     Attributes:
         states: target → its state; none if the layers stay dense.
-        width: state of the MLP, whose choices are numbers of neurons: all widths, or the one for which `states` are;
-            None if the MLP keeps all its neurons.
+        width: state of the MLPs, whose choices are numbers of neurons: all widths, or the one for which `states` are;
+            None if the MLPs keep all their neurons.
         spectra: singular values of the smaller layers, for `states` of one width.
     """
 
@@ -42,12 +42,24 @@ class Way:
         return replace(self, states=states, width=self.width and replace(self.width))
 
 
+def with_one_width(ways: Sequence[Way]) -> Way:
+    """Return the way in which several MLPs of the same size get one width, from those in which each gets its own."""
+    widths = [way.width for way in ways if way.width is not None]
+    costs = [sum(parts) for parts in zip(*(width.costs for width in widths), strict=True)]
+    losses = [sum(parts) for parts in zip(*(width.losses for width in widths), strict=True)]
+    return Way({}, State(widths[0].choices, costs, losses, vertices(costs, losses)))
+
+
+Group = tuple[Mlp, ...]
+"""MLPs that get the same width."""
+
+
 @dataclass(frozen=True)
 class Filled:
-    """The states of all targets and MLPs after the budget is spent."""
+    """The states of all targets and groups of MLPs after the budget is spent."""
 
     states: Mapping[str, State]
-    ways: Mapping[Mlp, Way]
+    ways: Mapping[Group, Way]
 
     @property
     def all_states(self) -> list[State]:
@@ -64,36 +76,36 @@ class Filled:
         return {name: state.choice for states in groups for name, state in states.items()}
 
     @property
-    def narrowed(self) -> dict[Mlp, tuple[int, float]]:
-        """Number of neurons and predicted loss of each MLP that loses neurons."""
-        widths = {mlp: way.width for mlp, way in self.ways.items() if way.width is not None}
-        return {mlp: (width.choice, width.loss) for mlp, width in widths.items() if width.choice is not None}
+    def narrowed(self) -> dict[Group, int]:
+        """Number of neurons of the MLPs of each group that lose neurons."""
+        widths = {group: way.width for group, way in self.ways.items() if way.width is not None}
+        return {group: width.choice for group, width in widths.items() if width.choice is not None}
 
 
-def fill(states: Mapping[str, State], ways: Mapping[Mlp, Sequence[Way]], budget: int) -> Filled:
-    """Choose one of the ways of each MLP, then spend the budget."""
+def fill(states: Mapping[str, State], ways: Mapping[Group, Sequence[Way]], budget: int) -> Filled:
+    """Choose one of the ways of each group of MLPs, then spend the budget."""
     chosen = _best_ways(states, ways, budget)
     filled = Filled(
-        {name: replace(state) for name, state in states.items()}, {mlp: way.copy() for mlp, way in chosen.items()}
+        {name: replace(state) for name, state in states.items()}, {group: way.copy() for group, way in chosen.items()}
     )
     spend(filled.all_states, budget)
     return filled
 
 
-def _best_ways(states: Mapping[str, State], ways: Mapping[Mlp, Sequence[Way]], budget: int) -> Mapping[Mlp, Way]:
-    """Return the best way of each MLP at the price that fits the budget.
+def _best_ways(states: Mapping[str, State], ways: Mapping[Group, Sequence[Way]], budget: int) -> Mapping[Group, Way]:
+    """Return the best way of each group of MLPs at the price that fits the budget.
 
-    At a price of parameters, each target and each MLP takes the choice of least loss + price · parameters. The price is
-    found by bisection, as the smallest at which all choices are within the budget.
+    At a price of parameters, each target and each group takes the choice of least loss + price · parameters. The price
+    is found by bisection, as the smallest at which all choices are within the budget.
     """
 
-    def best(price: float) -> tuple[int, dict[Mlp, Way]]:
+    def best(price: float) -> tuple[int, dict[Group, Way]]:
         spent, chosen = sum(state.at(price)[0] for state in states.values()), {}
-        for mlp, offered in ways.items():
+        for group, offered in ways.items():
             points = [way.at(price) for way in offered]
             number = min(range(len(points)), key=lambda place: points[place][1] + price * points[place][0])
             spent += points[number][0]
-            chosen[mlp] = offered[number]
+            chosen[group] = offered[number]
         return spent, chosen
 
     everything = [

@@ -31,6 +31,9 @@ smallest loss + price · parameters, at the price of a parameter that fits the b
 the smaller layers lose their last ranks, which hold little and save more parameters than neurons do. With plain factors
 it does not (docs/notes/language-models.md), so it is not tried.
 
+With `one_width`, MLPs only lose neurons, and all of the same size get one width, by the sums of their losses. The
+config of a plain model has one number for it, and kernels for experts want one shape.
+
 With `narrow`, a larger budget may give a somewhat larger loss, because the price may decide for other ways. The
 predicted loss is never larger than without `narrow`.
 
@@ -44,7 +47,7 @@ linear layers then get smaller ranks and embeddings larger ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Literal
@@ -56,11 +59,11 @@ from torch import Tensor
 from eckart.factorization.neuron_selection import NeuronOrder, moments_of_widths, order_neurons
 from eckart.factorization.weighted_svd import absorbed, spectrum_of_moment
 from eckart.factorization.weightings import ErrorNorm, weigh
-from eckart.model.mlps import Mlp, Width, find_mlps, narrowed
+from eckart.model.mlps import Mlp, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
-from eckart.ranks.budget import Ranks, ranked_allowance
+from eckart.ranks.budget import NoRank, Ranks, ranked_allowance
 from eckart.ranks.hull import State, spend, vertices
-from eckart.ranks.mlp_ways import Way, fill
+from eckart.ranks.mlp_ways import Group, Way, fill, with_one_width
 from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
@@ -107,6 +110,11 @@ class Waterfill(Filling, ByFormula):
         description="whether an MLP may lose neurons: its layers become smaller, and stay dense or, with storage "
         "pivoted, get pivots, too",
     )
+    one_width: bool = Field(
+        False,
+        description="for narrow: whether MLPs only lose neurons, and all MLPs (or experts) of the same size get one "
+        "width, for tools that know only one",
+    )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         return self.filled(targets, spectra, keep)
@@ -116,25 +124,32 @@ class Waterfill(Filling, ByFormula):
             return super().search(problem)
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
         spectra, budget = problem.spectra(), ranked_allowance(problem.targets, problem.keep)
-        states, orders, ways = self._states(problem.targets, spectra), {}, {}
+        states, orders, offered = self._states(problem.targets, spectra), {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
             order = self._order(problem, mlp)
             orders[mlp] = replace(order, moments={})  # frees their memory
             in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
-            ways[mlp] = [in_ranks, _narrowing(problem, mlp, order), *self._both(problem, mlp, order)]
+            offered[mlp] = [_narrowing(problem, mlp, order)]
+            if not self.one_width:
+                offered[mlp] = [in_ranks, *offered[mlp], *self._both(problem, mlp, order)]
+        ways: Mapping[Group, Sequence[Way]] = {(mlp,): offered[mlp] for mlp in mlps}
+        if self.one_width:
+            ways = _of_one_width(offered)
+        _check_smallest(states, ways, problem.keep, budget)
         # the search is greedy, so fewer ways may turn out better
-        fillings = [fill(states, {mlp: ways[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)]
+        fillings = [fill(states, {group: ways[group][:number] for group in ways}, budget) for number in (1, 2, None)]
         best = min(fillings, key=lambda filled: filled.loss)
         ranks = {target.name: best.ranks.get(target.name) for target in problem.targets}
         widths = {
-            mlp.down: Width(up=mlp.up, kept=orders[mlp].kept(neurons), loss=loss)
-            for mlp, (neurons, loss) in best.narrowed.items()
+            mlp.down: orders[mlp].width(mlp, neurons) for group, neurons in best.narrowed.items() for mlp in group
         }
         spectra = {**spectra, **{name: values for way in best.ways.values() for name, values in way.spectra.items()}}
         remark = "" if mlps else "narrow: no MLP was found whose neurons can be left out"
         return SearchResult(ranks, spectra, remark=remark, widths=widths)
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if self.one_width and not self.narrow:
+            yield "ranks", "one_width is about MLPs that lose neurons; write narrow: true, too"
         if self.narrow:
             for part in ("shaping", "residual"):
                 if getattr(recipe, part) is not None:
@@ -150,18 +165,14 @@ class Waterfill(Filling, ByFormula):
         down = next(target for target in problem.targets if target.name == mlp.down)
         step = self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
         steps, tried = ceil(mlp.neurons / step), set[int]()
-        if down.storage == "pivoted":
+        if down.storage == "pivoted" and not self.one_width:
             tried = {step * (steps * part // _PARTS) for part in range(2, _PARTS)}
         weight, norm = _absorbed(problem, down, "left")
         return order_neurons(weight, norm.right, step, tried)
 
     def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
         """Yield ways in which an MLP loses neurons and its layers get pivots, at the widths with moments in `order`."""
-        widths = {
-            neurons: Width(up=mlp.up, kept=order.kept(neurons), loss=loss)
-            for neurons, loss in zip(order.widths, order.losses, strict=True)
-            if neurons in order.moments
-        }
+        widths = {neurons: order.width(mlp, neurons) for neurons in order.moments}
         targets = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
         moments = {target.name: _moments(problem, target, mlp, order) for target in targets}
         for neurons, width in widths.items():
@@ -181,10 +192,9 @@ def _moments(problem: SearchProblem, target: Target, mlp: Mlp, order: NeuronOrde
         yield from order.moments.values()
         return
     weight, norm = _absorbed(problem, target, "right")
-    firsts = torch.arange(0, len(weight), mlp.neurons)  # the outputs j and n + j may belong to neuron j
     ends = [*order.moments]
     parts = [
-        (torch.tensor(order.neurons[start:end]) + firsts.unsqueeze(1)).flatten().to(weight.device)
+        mlp.outputs_of(torch.tensor(order.neurons[start:end]), len(weight)).to(weight.device)
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     yield from moments_of_widths(weight, norm.left, parts)
@@ -203,3 +213,22 @@ def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:
     widths, losses = order.widths[1:], order.losses[1:]
     costs = [price * width for width in widths]
     return Way({}, State([*widths[:-1], None], costs, losses, vertices(costs, losses)))
+
+
+def _of_one_width(offered: Mapping[Mlp, Sequence[Way]]) -> dict[Group, list[Way]]:
+    """Return the way of each group of MLPs of the same size: all get one width. Each of `offered` is one way."""
+    groups: dict[int, list[Mlp]] = {}
+    for mlp in offered:
+        groups.setdefault(mlp.neurons, []).append(mlp)
+    return {tuple(group): [with_one_width([offered[mlp][0] for mlp in group])] for group in groups.values()}
+
+
+def _check_smallest(states: Mapping[str, State], ways: Mapping[Group, Sequence[Way]], keep: float, budget: int) -> None:
+    """Check that the budget pays for the smallest choices.
+
+    Raises:
+        NoRank: it does not.
+    """
+    of_mlps = [min(sum(state.costs[0] for state in way.all_states) for way in offered) for offered in ways.values()]
+    if sum(of_mlps) + sum(state.costs[0] for state in states.values()) > budget:
+        raise NoRank(f"keep={keep:g} is too small for the smallest widths: raise keep, or write one_width: false")

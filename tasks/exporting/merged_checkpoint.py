@@ -29,7 +29,7 @@ _ROWS, _TOKENS = 4, 16  # shape of the inputs for the comparison; fewer tokens i
 def to_plain(name: str, folder: Path) -> str:
     """Multiply out the factors of a candidate, and save the dense model with its tokenizer in `folder`.
 
-    All narrowed MLPs get one width (eckart/model/plain_widths.py). The weights keep their dtype.
+    Narrowed MLPs of the same original size get one width (eckart/model/plain_widths.py). The weights keep their dtype.
 
     Args:
         name: name of a candidate, or path of a Hugging Face folder.
@@ -59,22 +59,21 @@ def to_plain(name: str, folder: Path) -> str:
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)
+    widths = restore_plain_widths(model) if narrowed else {}
     fuse(model)
-    attribute = restore_plain_widths(model) if narrowed else None
     difference = _difference(expected, _outputs(model, inputs))
     with new_folder(folder) as written:
         save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
         tokenizer.save_pretrained(written)
         sentence_files.copy(source, written)
-    widths = ""
-    if narrowed:
-        width = (
-            f"{attribute} = {getattr(model.config.get_text_config(), attribute)}" if attribute else "their former width"
-        )
-        widths = f" Its narrowed MLPs have {width}; those with fewer neurons are filled up with zeros."
+    given = " and ".join(
+        f"{attribute} = {getattr(model.config.get_text_config(), attribute)}" if attribute else f"their former {before}"
+        for before, attribute in widths.items()
+    )
+    filled = f" Its narrowed MLPs have {given}; those with fewer neurons are filled up with zeros." if widths else ""
     return (
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."
-        f"{widths} Its outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
+        f"{filled} Its outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
     )
 
 

@@ -17,15 +17,19 @@ from tests.workspace import BASE, repository_params, run_stage, tiny_tokenizer, 
 
 
 def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
-    """Its experts are factorized, fine-tuned and merged again; the original model keeps its fast tensors."""
+    """Its experts are factorized, fine-tuned and merged again; the original model keeps its fast tensors.
+
+    Or they are narrowed, and become a smaller plain mixture.
+    """
     recipe = repository_params()["recipes"]["anchored"]
+    narrow = {**recipe, "ranks": {**recipe["ranks"], "narrow": True, "one_width": True}}
     recipe["recovery"] = {"kind": "mixed_rank", "steps": 2, "batch_size": 8}
     tiny_workspace(
         tmp_path,
-        study={"recipes": ["moe"]},
+        study={"recipes": ["moe", "narrow"]},
         teacher={"epochs": 0},
         importance={"layers_at_once": 1},
-        recipes={"moe": recipe},
+        recipes={"moe": recipe, "narrow": narrow},
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -39,6 +43,8 @@ def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "moe", "0.5")
+    for stage in ("search", "factorize"):
+        run_stage(stage, "narrow", "0.5")
     found = Targets.model_validate_json(Path("data/importance/targets.json").read_text())
     evaluation = json.loads(Path("reports/evaluate/moe-0.5.json").read_text())
     ranks = [size["rank"] for name, size in evaluation["targets"].items() if ".experts." in name]
@@ -51,5 +57,7 @@ def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     plain = eckart.load("plain")
     assert unfused_experts(small)
     assert not unfused_experts(plain)
+    to_plain("models/factorized/narrow-0.5", Path("narrower"))
+    assert eckart.load("narrower").num_parameters() < plain.num_parameters()
     inputs = tokenizer(["the plot is good"], return_tensors="pt")
     torch.testing.assert_close(tiny.logits(plain, inputs), tiny.logits(small, inputs), rtol=1e-4, atol=1e-4)

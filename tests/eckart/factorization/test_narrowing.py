@@ -28,6 +28,7 @@ from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
 from eckart.model.plain_widths import restore_plain_widths
 from eckart.model.targets import Target, find_targets, weight_of
+from eckart.ranks.budget import NoRank
 from eckart.ranks.search import search_ranks
 from eckart.ranks.search_problem import SearchProblem
 from eckart.ranks.waterfill import Waterfill, _moments
@@ -396,11 +397,34 @@ def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
         expected = small(**batch).logits
         for name in report.ranks:
             made_dense(small, name)
-        attribute = restore_plain_widths(small)
+        (attribute,) = restore_plain_widths(small).values()
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
+    assert attribute is not None
     assert attribute == ("n_inner" if family == "gpt2" else "intermediate_size")
     assert not narrowed_shapes(small)
     assert getattr(small.config, attribute) == max(widths)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("storage", ["factors", "pivoted"])
+def test_all_mlps_get_one_width(storage: str) -> None:
+    """Where each would get another one."""
+    model, batch = drawn("causal")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 10
+
+    def widths(one: bool) -> list[int]:
+        recipe = merge(NARROW, {"ranks": {"one_width": one}, "storage": storage})
+        small = eckart.compress(model, [batch], 0.6, recipe, check=False).model
+        return [shape[1] for name, shape in narrowed_shapes(small).items() if name.endswith("down_proj")]
+
+    assert len(set(widths(one=False))) == 2
+    first, second = widths(one=True)
+    assert first == second
+    with pytest.raises(NoRank, match=r"one_width"):
+        eckart.compress(
+            model, [batch], 0.25, merge(NARROW, {"ranks": {"one_width": True, "multiple": 16}}), check=False
+        )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -430,6 +454,8 @@ def test_contradictions_say_what_to_write() -> None:
     recipe = Recipe.model_validate(complete(NARROW | {"residual": "sparse_rows", "recovery": "mixed_rank"}))
     found = [message for part, message in contradictions(recipe) if part == "ranks"]
     assert len(found) == 2
+    recipe = Recipe.model_validate(complete(merge(NARROW, {"ranks": {"narrow": False, "one_width": True}})))
+    assert "narrow: true" in dict(contradictions(recipe))["ranks"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -17,10 +17,14 @@ import eckart
 from eckart.calibration.losses import Batch, batch_size, causal_loss, row_of
 from eckart.calibration.routed_tokens import UNREACHED, unreached
 from eckart.calibration.statistics import collect
+from eckart.factorization.narrowing import Narrowing
+from eckart.factorization.weightings import Plain
 from eckart.model import hf_format
 from eckart.model.experts import fuse, is_fused, unfuse, unfused, unfused_experts
+from eckart.model.layers import narrowed_shapes
 from eckart.model.macs import macs
-from eckart.model.mlps import find_mlps
+from eckart.model.mlps import Width, find_mlps
+from eckart.model.plain_widths import restore_plain_widths
 from eckart.model.targets import Target, Targets, find_targets, weight_of
 from tests import tiny
 
@@ -97,12 +101,25 @@ def test_a_copy_that_is_taken_apart_shares_memory_and_leaves_the_model_alone():
     assert unfused(dense) is dense
 
 
-def test_an_expert_is_no_mlp_to_narrow():
-    """Its layers have the shapes of one, but what it reads depends on the router."""
-    model, found = taken_apart("NemotronH")
-    mlps = find_mlps(model, found.targets, padded(2))
-    assert len(mlps) == 1
-    assert "shared_experts" in mlps[0].down
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_expert_is_an_mlp_to_narrow(family):
+    """Also one that no token of the batch reaches."""
+    model, found = taken_apart(family)
+    mlps = [mlp.down for mlp in find_mlps(model, found.targets, padded(1, tokens=1)) if ".experts." in mlp.down]
+    assert mlps == [target.name for target in routed(found) if target.name.endswith("down")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_narrower_expert_computes_the_neurons_that_stay(family):
+    """Whether gate and up are halves of its first layer or interleaved."""
+    model, found = taken_apart(family)
+    mlp = next(mlp for mlp in find_mlps(model, found.targets, padded(2)) if ".experts." in mlp.down)
+    experts, up = (model.get_submodule(name) for name in (mlp.down.rsplit(".", 2)[0], mlp.up[0]))
+    width = Width(up=mlp.up, kept=(0, 3, 4, 17), loss=0.0, interleaved=mlp.interleaved)
+    inputs = torch.randn(5, 16)
+    expected = experts.neurons(up(inputs))[:, width.kept]
+    Narrowing(model, found.targets, {mlp.down: width}, Plain(), {}).narrow(mlp.up[0])
+    torch.testing.assert_close(experts.neurons(model.get_submodule(mlp.up[0])(inputs)), expected)
 
 
 def test_compiled_code_sends_all_tokens_to_all_experts(monkeypatch):
@@ -284,6 +301,40 @@ def test_a_compressed_mixture_keeps_its_share_and_can_be_loaded(family, recipe, 
     assert not unfused_experts(model)
     small.save_pretrained(tmp_path)
     tiny.assert_same(small, eckart.load(tmp_path), batches[0])
+
+
+@pytest.mark.parametrize("options", [{"storage": "pivoted"}, {"sequential": {"refine": {"passes": 1}}}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_with_narrower_experts_keeps_its_share_and_can_be_loaded(family, options, tmp_path: Path):
+    """With pivots, and in order, with refinement."""
+    recipe = {"weighting": "kfac", "ranks": {"kind": "waterfill", "narrow": True, "multiple": 2}, **options}
+    batches = [padded(seed=seed) for seed in range(3)]
+    small, report = eckart.compress(built(family), batches, 0.5, recipe, check=False)
+    assert 0.4 < report.keep <= 0.5
+    assert any(".experts." in name for name in narrowed_shapes(small))
+    small.save_pretrained(tmp_path)
+    tiny.assert_same(small, eckart.load(tmp_path), batches[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_one_width_become_a_plain_mixture(family, tmp_path: Path):
+    """It has as few parameters as the compressed one, and needs no code of ours."""
+    same_number = {"DeepseekV3": "*.shared_experts.*", "Jamba": "*.feed_forward.*"}  # of the config
+    include = ["*.experts.*", same_number.get(family, "*.experts.*")]
+    recipe = {"weighting": "kfac", "ranks": {"kind": "waterfill", "narrow": True, "one_width": True, "multiple": 2}}
+    model, batches = built(family), [padded(seed=seed) for seed in range(3)]
+    small, report = eckart.compress(model, batches, 0.5, recipe, include=include, check=False)
+    assert not report.ranks
+    parameters, expected = small.num_parameters(), tiny.logits(small, batches[0])
+    (attribute,) = restore_plain_widths(small).values()
+    fuse(small)
+    assert attribute is not None
+    assert getattr(small.config, attribute) < 24
+    assert small.num_parameters() == parameters
+    small.save_pretrained(tmp_path)
+    plain = type(small).from_pretrained(tmp_path)
+    assert not hasattr(plain.config, "quantization_config")
+    torch.testing.assert_close(tiny.logits(plain, batches[0]), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_search_that_runs_the_compressed_model_refuses_experts():
