@@ -589,6 +589,11 @@ def _advice_on(model: Any) -> str:
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
     if (name := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)) is None:
         return ": give a transformers model, as from_pretrained loads it"
+    if name == "_orig_mod":  # torch.compile's, which goes on with the original if another model takes this place
+        return (
+            ": compress the model that it compiles, and compile the result: "
+            "small, report = eckart.compress(model._orig_mod, batches); model = torch.compile(small)"
+        )
     inner = "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     loss = ", loss=eckart.embedding_loss(model)" * is_sentence_transformer(model)
     return (

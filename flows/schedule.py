@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -33,7 +34,9 @@ log = logging.getLogger(__name__)
 
 CHANGED = "eckart.changed"
 """Name of the Prefect event that says that data, parameters or code have changed."""
+_FIELDS = 5  # of a cron schedule
 _POLL = 5.0  # seconds between two attempts to reach a lost server
+_PATIENCE = 30.0  # seconds in which a run ends its stages
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
 
@@ -83,6 +86,7 @@ def _serve_until_lost(
     address: str,
 ) -> bool:
     """Serve the deployment; return True if a signal ended it, and False if Prefect's server was lost."""
+    lost = False
     try:
         deployment_owner.check_name(name)
         set_up()
@@ -108,8 +112,22 @@ def _serve_until_lost(
         if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
-        return False
-    return True
+        lost = True
+    finally:
+        if not lost:
+            _end_runs()  # before Prefect's server, which they need
+    return not lost
+
+
+def _end_runs() -> None:
+    """End the processes of runs that still go on, as Ctrl-C does; Prefect's runner only ends itself at SIGTERM."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    end = time.monotonic() + _PATIENCE
+    for child in children:
+        child.join(max(0.0, end - time.monotonic()))
+        child.kill()
 
 
 def next_run(cron: str, timezone: str, now: datetime) -> datetime:
@@ -144,6 +162,8 @@ def _schedule(cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
         raise ScheduleError(f"--timezone {timezone}: there is no such time zone; write one such as Europe/Berlin")
     try:
+        if not cron.startswith("@") and len(cron.split()) != _FIELDS:  # a sixth one would be seconds, at the end
+            raise ValueError("wrong number of fields")
         next_run(cron, timezone, datetime.now(UTC))  # there is none on a 31 February
         return Cron(cron, timezone=timezone)
     except ValueError as error:

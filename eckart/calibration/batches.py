@@ -26,6 +26,8 @@ def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tenso
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one batch: give a list of batches")
+    if not isinstance(batches, Iterable):
+        raise ValueError(f"batches is a {type(batches).__name__}: give a list of batches")
     data = [_prepare(model, number, batch) for number, batch in enumerate(batches)]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred examples")
@@ -51,6 +53,8 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
     if len({len(values) if values.dim() else 0 for values in batch.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
         raise ValueError(f"batch {number} has tensors that differ in their number of examples: {shapes}")
+    if not len(next(iter(batch.values()))):
+        raise ValueError(f"batch {number} has no example: leave it out")
     prepared = {name: values.to(model.device) for name, values in batch.items()}
     labels = prepared.get("labels")
     labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()

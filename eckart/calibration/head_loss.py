@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from eckart.calibration.losses import (
     IGNORED,
@@ -61,7 +62,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
         name = type(model).__name__
         with torch.no_grad():  # so that no graph stays in memory
             outputs = model(**short)
-        if not isinstance(outputs, Mapping):
+        if not isinstance(outputs, ModelOutput):
             raise ValueError(
                 f"{name} returns a {type(outputs).__name__}: let it return names, as a ModelOutput has them"
             )
@@ -221,6 +222,9 @@ def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
     outputs: Any = model(**batch)
     loss = outputs["loss"]
     if loss.numel() != 1 or not bool(loss.isfinite()):
+        values = (name for name, values in model.named_parameters() if not bool(values.isfinite().all()))
+        if (name := next(values, None)) is not None:
+            raise ValueError(f"{name} has values that are not finite: give a model without them")
         raise ValueError(
             f"the loss of {type(model).__name__} for an example is not a number ({loss}): leave out examples without a "
             "label that counts"

@@ -71,7 +71,8 @@ class Experts(nn.Module):
             top_k_index: numbers of each token's experts `(tokens, k)`.
             top_k_weights: their weights `(tokens, k)`.
         """
-        if torch.compiler.is_compiling():  # its graph cannot have as many tokens for an expert as a router chooses
+        # a graph cannot have as many tokens for an expert as a router chooses
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self._all_tokens(hidden_states, top_k_index, top_k_weights)
         order, counts = by_expert(top_k_index, self.count)
         parts = hidden_states[order // top_k_index.shape[1]].split(counts)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -396,7 +397,13 @@ def _storage(model: PreTrainedModel) -> EckartConfig | None:
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Save `model`, factorized or dense, to a folder that `from_pretrained` can load."""
+    """Save `model`, factorized or dense, to a folder that `from_pretrained` can load.
+
+    Raises:
+        NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file: name a folder")
     describe(model)
     model.save_pretrained(folder)
 
@@ -529,6 +536,9 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
             ) from error
     cast = [name for name, buffer in model.named_buffers() if dtypes.get(name, buffer.dtype) != buffer.dtype]
     cause = "its state_dict does not hold all that it computes with"
+    names = (name for name, part in model.named_modules() if is_parametrized(part) or hasattr(part, "weight_orig"))
+    if (name := next(names, None)) is not None:
+        cause = f"{name} computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
     if cast:
         cause = f"{cast[0]} was cast; load the model with dtype={model.dtype}"
     raise ValueError(

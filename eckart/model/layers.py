@@ -464,7 +464,7 @@ def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> Nar
             layer = NarrowedConv1D(out_features, in_features)
         else:
             layer = NarrowedLinear(in_features, out_features, bias=getattr(module, "bias", None) is not None)
-    return layer.to_empty(device=like.device).to(like.dtype).train(module.training)
+    return layer.to_empty(device=like.device).to(like.dtype).train(module.training).requires_grad_(like.requires_grad)
 
 
 def narrowed_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -507,7 +507,7 @@ def _like(module: nn.Module, kind: Callable[..., Layer], **sizes: int) -> Layer:
         layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
     layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
     layer.narrowed = getattr(module, "narrowed", False)
-    return layer.to(like.dtype)
+    return layer.to(like.dtype).requires_grad_(like.requires_grad)
 
 
 def _reads_ids(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -41,8 +42,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, with frozen parameters and no key-value cache; on exit, restore all of these."""
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Put the model into eval mode, with frozen parameters and no key-value cache; on exit, restore all of these.
+
+    Parameters of a layer that has taken another's place are trainable if one of that layer's parameters was.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    layers: dict[str, bool] = {}
+    for name, flag in trainable.items():
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, False) or flag
     # Parts of a model, such as the language model beside a vision tower, have configs of their own.
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     caches = {key: config.use_cache for key, config in configs.items() if getattr(config, "use_cache", None)}
@@ -56,5 +64,6 @@ def frozen(model: nn.Module) -> Iterator[None]:
         for key, cached in caches.items():
             configs[key].use_cache = cached
         for name, parameter in model.named_parameters():  # by name: parameters may have been replaced
-            if name in trainable:
-                parameter.requires_grad_(True)
+            above = accumulate(name.split(".")[:-1], "{}.{}".format)
+            flags = [trainable[name]] if name in trainable else [layers[layer] for layer in above if layer in layers]
+            parameter.requires_grad_(flags[-1] if flags else True)

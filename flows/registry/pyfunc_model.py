@@ -10,6 +10,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 from transformers import AutoTokenizer
 
@@ -78,11 +79,20 @@ def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
 
     Args:
         words: whether each text is a list of words.
+
+    Raises:
+        ValueError: the first column of a task on single texts is named, but not `text`.
+        MlflowException: a text is missing; MLflow's server answers with the message of this error only.
     """
     rows = given.rename(columns={0: "text"})
     if "text" not in rows:
         raise ValueError(f"the first column is {rows.columns[0]!r}: give a string, a list of strings, or a column text")
-    return rows if words else rows.explode(list(rows), ignore_index=True)
+    rows = rows if words else rows.explode(list(rows), ignore_index=True)
+    for column in {"text", "text_pair"} & {*rows}:
+        for number, value in enumerate(rows[column]):
+            if not all(isinstance(part, str) for part in (value if pd.api.types.is_list_like(value) else [value])):
+                raise MlflowException.invalid_parameter_value(f"row {number} has no {column}: {value!r} is not a text")
+    return rows
 
 
 if not __package__:  # MLflow runs this file; an import of it must not set the model

@@ -23,7 +23,18 @@ from typing import Any, Concatenate, ParamSpec
 
 import psutil
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelStatus, Metric, Param, Run, RunTag, SourceType
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LifecycleStage,
+    LoggedModelStatus,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+    SourceType,
+)
 from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -40,6 +51,7 @@ from flows.environment.redaction import redact
 from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks.artifacts import stage_inputs
+from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import FIGURES_STAGE, candidate_of, recipe_and_keep, stage_name
 from tasks.artifacts.paths import CONTROL_EXPORT
 from tasks.report.choose_candidate import CHOICE, Chosen
@@ -379,8 +391,16 @@ def experiment(client: MlflowClient, study: str) -> str:
     """Return the id of the study's experiment in MLflow; create it if needed.
 
     If the store is a file in the workspace, a new experiment stores its artifacts in the workspace, too.
+
+    Raises:
+        EckartError: the experiment is in MLflow's trash.
     """
     if existing := client.get_experiment_by_name(study):
+        if existing.lifecycle_stage == LifecycleStage.DELETED:
+            raise EckartError(
+                f"the experiment {study} was deleted in MLflow: restore it (`mlflow experiments restore "
+                f"--experiment-id {existing.experiment_id}`), or write another study.name"
+            )
         return existing.experiment_id
     try:
         return client.create_experiment(study, database.ARTIFACTS.resolve().as_uri() if database.is_local() else None)

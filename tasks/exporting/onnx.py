@@ -42,6 +42,8 @@ _NOTE = """\
 The int8 file runs fastest if onnxruntime does not fuse layer norms with sums. Else the defaults are best.
 
 ```python
+import onnxruntime
+
 options = onnxruntime.SessionOptions()  # optimum: from_pretrained(…, session_options=options)
 options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
 onnxruntime.InferenceSession("onnx/model_quantized.onnx", options)

@@ -40,6 +40,7 @@ def card(results: Results, candidate: CandidateResults) -> str:
         as_code=as_code,
         facts=provenance(results),
         kind=kind_of(results.task),
+        prefix=results.settings.data.prefix,
         recipe=recipes_yaml(results, [candidate.recipe]),
     )
 

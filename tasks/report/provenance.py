@@ -30,9 +30,13 @@ def provenance(results: Results) -> dict[str, str]:
     shared = f"In {trainer.processes} processes, where a method can share its training."
     processes = shared if trainer.processes > 1 else ""
     ways = " ".join(filter(None, (precision, processes)))
+    untrained = f"the recovery of {results.control} takes no step"
+    if task_class(data.task).from_original:
+        untrained = "its own answers are the labels, so it has nothing to learn"
+    prefix = f"; {data.prefix!r} is put before each text" if data.prefix else ""
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.examples:,} test "
-        f"examples, the same for every model; {cut(data)}.",
+        f"examples, the same for every model; {cut(data)}{prefix}.",
         **calibration(data),
         **generation(data),
         "Base model": base(model) + dtype,
@@ -42,7 +46,7 @@ def provenance(results: Results) -> dict[str, str]:
         "Parameters": f"The original model has {results.dense.size.model_parameters:,}: {parts}.",
         "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."
         if results.control_curve
-        else f"The original model itself, because the recovery of {results.control} takes no step.",
+        else f"The original model itself, because {untrained}.",
         "Speed": f"Median and 95 % interval over {timing.repetitions} rounds of forward passes, of {rows} "
         f"examples × {tokens} tokens. The original model and the candidate alternate in one process. Candidates of the "
         f"same shapes are timed once. {f'Timed on {results.machines}.' if results.machines else ''}".strip(),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import prune
 from transformers import (
     AutoConfig,
     FSMTConfig,
@@ -254,6 +255,8 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES[0], 0.5)
     with pytest.raises(ValueError, match="no batch"):
         eckart.compress(tiny.bert(), [], 0.5)
+    with pytest.raises(ValueError, match="NoneType"):
+        eckart.compress(tiny.bert(), None, 0.5)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="matches"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, include=["nothing.*"])
     with pytest.raises(ValueError, match=r"keep=0\.01 "):
@@ -279,6 +282,8 @@ def test_wrong_arguments_are_errors() -> None:
             eckart.compress(wrapped, BATCHES, keep=0.5, recipe="svd", check=False)
     part.forward = MethodType(type(part).forward, part)  # as accelerate leaves it if asked to unwrap
     eckart.compress(wrapped, BATCHES, keep=0.5, recipe="svd")
+    with pytest.raises(ValueError, match=r"model = torch\.compile\(small\)"):
+        eckart.compress(torch.compile(tiny.bert(), backend="eager"), BATCHES, keep=0.5)  # type: ignore[call-overload]
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
         eckart.compress(tiny.bert(), BATCHES, keep=0.5)
     with pytest.raises(ValueError, match=r"BertModel.*head"):
@@ -297,6 +302,7 @@ def test_wrong_arguments_are_errors() -> None:
         ({name: values.tolist() for name, values in BATCHES[1].items()}, "list"),
         ({**BATCHES[1], "labels": BATCHES[1]["labels"][:2]}, r"labels \(2,\)"),
         (["some text"], "mapping"),
+        ({name: values[:0] for name, values in BATCHES[1].items()}, "batch 1 has no example"),
     ],
 )
 def test_every_batch_is_checked(second: Any, match: str) -> None:
@@ -311,6 +317,30 @@ def test_a_batch_without_a_mask_has_no_padding() -> None:
     masked = [block | {"attention_mask": torch.ones_like(block["input_ids"])} for block in blocks]
     few, all_of_them = (eckart.compress(model, given, 0.5).model for given in ([*blocks[:2], *masked[2:]], masked))
     tiny.assert_same(few, all_of_them, masked[0])
+
+
+@pytest.mark.parametrize("recipe", ["svd", "anchored", "drone"])
+def test_frozen_parameters_stay_frozen(recipe: str) -> None:
+    model = tiny.bert()
+    model.bert.requires_grad_(False)
+    small = eckart.compress(model, BATCHES, 0.5, recipe).model
+    assert {name.split(".")[0] for name, values in small.named_parameters() if values.requires_grad} == {"classifier"}
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = tiny.bert()
+    with torch.no_grad():
+        model.bert.pooler.dense.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"pooler\.dense\.weight"):
+        eckart.compress(model, BATCHES, 0.5, "kfac")
+
+
+def test_a_weight_that_is_computed_is_named() -> None:
+    """A folder would have its parts, and no weight."""
+    model = tiny.bert()
+    prune.random_unstructured(model.bert.pooler.dense, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"pooler\.dense .*prune\.remove"):
+        eckart.compress(model, BATCHES, 0.5, "svd", include=["*.intermediate.*"])
 
 
 @pytest.mark.parametrize("given", [None, float("nan")])

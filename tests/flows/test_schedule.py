@@ -8,8 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -304,12 +308,40 @@ def test_a_run_of_another_folder_or_with_a_place_as_its_parameter_is_refused(
     [
         ("61 2 * * *", "UTC", "^--cron '61 "),
         ("0 0 31 2 *", "UTC", "^--cron '0 0 31 2 "),
+        ("0 0 2 * * *", "UTC", "^--cron '0 0 2 "),  # with seconds first, as other programs write it
         ("0 2 * * *", "Mars", "^--timezone Mars: "),
     ],
 )
 def test_an_invalid_schedule_is_refused(cron: str, timezone: str, named: str) -> None:
     with pytest.raises(schedule.ScheduleError, match=named):
         schedule.serve("nightly", cron, timezone, Options())
+
+
+def test_runs_end_before_the_server_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If SIGTERM ends Prefect's runner, which leaves them alone."""
+    runs: list[SpawnProcess] = []
+    alive_at_its_end: list[bool] = []
+
+    @contextmanager
+    def server() -> Iterator[str]:
+        try:
+            yield "http://127.0.0.1:1/api"
+        finally:
+            alive_at_its_end.append(runs[0].is_alive())
+
+    def runner(**_: Any) -> None:
+        runs.append(get_context("spawn").Process(target=time.sleep, args=(600,)))
+        runs[0].start()
+        sys.exit(0)
+
+    monkeypatch.setattr(schedule, "prefect_server", server)
+    monkeypatch.setattr(schedule.deployment_owner, "check_name", lambda _: None)
+    monkeypatch.setattr(schedule.deployment_owner, "tag", lambda: "tag")
+    monkeypatch.setattr(notifications, "set_up", lambda *_: None)
+    monkeypatch.setattr(study_flow, "serve", runner)
+    with pytest.raises(SystemExit):
+        schedule.serve("nightly", "0 2 * * *", "UTC", Options())
+    assert alive_at_its_end == [False]
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])

@@ -134,6 +134,20 @@ def test_compiled_code_sends_all_tokens_to_all_experts(monkeypatch):
     assert calls == [batch["input_ids"].numel()]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_mixture_sends_other_tokens_elsewhere():
+    model, _ = taken_apart("Mixtral")
+    experts = model.get_submodule(unfused_experts(model)[0])
+
+    def inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(6, 4, generator=generator)
+        return torch.randn(6, 16, generator=generator), scores.topk(2).indices, scores[:, :2]
+
+    traced = torch.jit.trace(experts, inputs(0))
+    torch.testing.assert_close(traced(*inputs(1)), experts(*inputs(1)))
+
+
 class Odd(nn.Module):
     """Experts with the parts that their classes have, which compute something else than these parts say."""
 

@@ -358,3 +358,10 @@ def test_a_factorized_embedding_of_a_model_that_asks_for_its_padding_is_loaded(t
     tiny.factorize_layer(model, "funnel.embeddings.word_embeddings", 4)
     save(model, tmp_path)
     assert_same(load(tmp_path), model)
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path):
+    """transformers would write nothing, and go on."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="name a folder"):
+        save(tiny.bert(), tmp_path / "file")

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pandas as pd
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModelContext, scoring_server
 from transformers import (
     AutoModelForSequenceClassification,
@@ -237,6 +239,19 @@ class TestSpans:
         assert result.to_dict("records") == [{"answer": "", "score": 0.0}]
         with pytest.raises(StageError):
             ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
+
+
+@pytest.mark.parametrize("name", ["embedding", "token_classification", "question_answering"])
+@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
+def test_a_missing_text_is_refused(name: str, missing: Any, tmp_path: Path) -> None:
+    """Its answer would be that to the word None or nan."""
+    case = CASES[name]
+    column = "text_pair" if name == "question_answering" else "text"
+    rows = case.rows()[:2].astype(object)
+    rows = rows[[part for part in ("text", "text_pair") if part in rows]]
+    rows.at[1, column] = ["the", missing] if name == "token_classification" else missing
+    with pytest.raises(MlflowException, match=rf"row 1 has no {column}: .*is not a text"):
+        ask(loaded(write(tmp_path, case.model(), case.tokenizer()), case.task), rows)
 
 
 @pytest.mark.parametrize("name", ["language_modeling", "language_modeling by an LSTM"])

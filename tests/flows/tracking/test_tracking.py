@@ -20,7 +20,7 @@ from mlflow.entities import Run
 
 from flows.engine.stages import Outcome, Planned
 from flows.tracking import database as database_file
-from flows.tracking.mirror import Mirror
+from flows.tracking.mirror import Mirror, experiment
 from tasks.artifacts.errors import EckartError
 from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows import forked
@@ -313,6 +313,17 @@ def test_a_store_that_fails_is_said_once_and_stops_nothing(
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
+def test_a_deleted_experiment_is_named_with_its_remedy(root: Path, plan: list[Planned]) -> None:
+    client = MlflowClient(database_file.address())
+    number = client.create_experiment("s")
+    client.delete_experiment(number)
+    with pytest.raises(EckartError, match=rf"mlflow experiments restore --experiment-id {number}"):
+        experiment(client, "s")
+    mirror = Mirror("s", plan, {})
+    mirror.start({"seed": 0})
+    assert mirror.down
 
 
 def test_a_copied_or_moved_workspace_does_not_write_into_the_old_place(

@@ -971,6 +971,15 @@ def test_page_and_card_say_how_summaries_are_written() -> None:
         assert "model.generate(**inputs, do_sample=False, num_beams=8, max_new_tokens=142)" in text
 
 
+def test_a_card_says_what_to_put_before_a_text() -> None:
+    make_study(["svd"], [0.5], ["map"], "rouge1")
+    edit("params.yaml", data={**json.loads(Path("params.yaml").read_text())["data"], "prefix": "sum: "})
+    compare.compare()
+    text = Path("reports/cards/svd-0.5.md").read_text()
+    assert 'Put "sum: " before each text' in text
+    assert "'sum: ' is put before each text" in text
+
+
 def test_a_card_states_the_license_of_the_base_model() -> None:
     """In the hub's words; where the base model states none, neither does the card. It says what became of the head."""
     make_study(["svd"], [0.5], ["map"])
