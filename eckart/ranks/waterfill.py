@@ -59,7 +59,8 @@ from torch import Tensor
 from eckart.factorization.neuron_selection import NeuronOrder, moments_of_widths, order_neurons
 from eckart.factorization.weighted_svd import absorbed, spectrum_of_moment
 from eckart.factorization.weightings import ErrorNorm, weigh
-from eckart.model.mlps import Mlp, find_mlps, narrowed
+from eckart.model.experts import routed_layers
+from eckart.model.mlps import Mlp, Widths, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import NoRank, Ranks, ranked_allowance
 from eckart.ranks.hull import State, spend, vertices
@@ -145,6 +146,11 @@ class Waterfill(Filling, ByFormula):
         }
         spectra = {**spectra, **{name: values for way in best.ways.values() for name, values in way.spectra.items()}}
         remark = "" if mlps else "narrow: no MLP was found whose neurons can be left out"
+        if self.one_width and (others := _other_experts(problem, widths)):
+            remark = (
+                f"one_width: {len(others)} experts, such as {others[0]}, keep theirs: no calibration token reaches "
+                "them, or they are no targets. So a plain folder has the original width"
+            )
         return SearchResult(ranks, spectra, remark=remark, widths=widths)
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
@@ -221,6 +227,13 @@ def _of_one_width(offered: Mapping[Mlp, Sequence[Way]]) -> dict[Group, list[Way]
     for mlp in offered:
         groups.setdefault(mlp.neurons, []).append(mlp)
     return {tuple(group): [with_one_width([offered[mlp][0] for mlp in group])] for group in groups.values()}
+
+
+def _other_experts(problem: SearchProblem, widths: Widths) -> list[str]:
+    """Return the experts that are not narrowed beside others of their module that are."""
+    experts = {down: module for down, module in routed_layers(problem.model).items() if down.endswith(".down")}
+    narrower = {experts[down] for down in widths if down in experts}
+    return [down.removesuffix(".down") for down, module in experts.items() if module in narrower and down not in widths]
 
 
 def _check_smallest(states: Mapping[str, State], ways: Mapping[Group, Sequence[Way]], keep: float, budget: int) -> None:

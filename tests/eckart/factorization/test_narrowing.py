@@ -23,6 +23,7 @@ from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import BlockStore, Refine, RefinedBlock
 from eckart.factorization.weighted_svd import absorbed, spectrum, spectrum_of_moment
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, weigh
+from eckart.model.experts import unfuse
 from eckart.model.layers import NarrowedLinear, narrowed_shapes
 from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
@@ -425,6 +426,20 @@ def test_all_mlps_get_one_width(storage: str) -> None:
         eckart.compress(
             model, [batch], 0.25, merge(NARROW, {"ranks": {"one_width": True, "multiple": 16}}), check=False
         )
+
+
+def test_one_width_names_the_experts_that_keep_theirs() -> None:
+    """Here, because they are no targets."""
+    model, batch = tiny.mixtral()
+    unfuse(model)
+    name = "model.layers.1.mlp.experts.2"
+    targets = [
+        target for target in find_targets(model, batch).targets if target.routed_by and not target.name.startswith(name)
+    ]
+    problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
+    found = Waterfill(narrow=True, one_width=True, multiple=2).search(problem)
+    assert len(found.widths) == 7
+    assert f"1 experts, such as {name}, keep theirs" in found.remark
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
