@@ -26,9 +26,11 @@ def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tenso
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one batch: give a list of batches")
-    if not isinstance(batches, Iterable):
-        raise ValueError(f"batches is a {type(batches).__name__}: give a list of batches")
-    data = [_prepare(model, number, batch) for number, batch in enumerate(batches)]
+    try:
+        given = enumerate(batches)
+    except TypeError as error:
+        raise ValueError(f"batches is a {type(batches).__name__}: give a list of batches") from error
+    data = [_prepare(model, number, batch) for number, batch in given]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred examples")
     if any(ATTENTION in batch for batch in data):

@@ -125,7 +125,8 @@ def _short(model: PreTrainedModel, example: Batch) -> Batch:
     They are enough to recognize a loss per token, and the passes through the model take most of the time.
     """
     short = shortened(model, example)
-    return short if bool(_counts(short, _ignored(model))[1].all()) else example
+    predicted = {name: values[:, 1:] for name, values in short.items() if values.dim() > 1}  # by a causal model
+    return short if predicted and bool(_counts(predicted, _ignored(model))[1].all()) else example
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:

@@ -503,6 +503,12 @@ _OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
 
 
+def _computed_weights(model: nn.Module) -> list[str]:
+    """Return the names of the modules whose weight is computed from other tensors, such as a mask."""
+    modules = model.named_modules()
+    return [name for name, part in modules if is_parametrized(part) or hasattr(part, "weight_orig")]
+
+
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Check that `model` gives the same outputs for `batch` after it is saved and loaded again.
 
@@ -536,8 +542,8 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
             ) from error
     cast = [name for name, buffer in model.named_buffers() if dtypes.get(name, buffer.dtype) != buffer.dtype]
     cause = "its state_dict does not hold all that it computes with"
-    names = (name for name, part in model.named_modules() if is_parametrized(part) or hasattr(part, "weight_orig"))
-    if (name := next(names, None)) is not None:
+    computed, again = _computed_weights(model), _computed_weights(loaded)
+    if (name := next((name for name in computed if name not in again), None)) is not None:
         cause = f"{name} computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
     if cast:
         cause = f"{cast[0]} was cast; load the model with dtype={model.dtype}"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 Layer = TypeVar("Layer", bound="LowRankLayer")
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class LowRankLayer(nn.Module):
@@ -464,7 +465,8 @@ def narrowed_like(module: nn.Module, out_features: int, in_features: int) -> Nar
             layer = NarrowedConv1D(out_features, in_features)
         else:
             layer = NarrowedLinear(in_features, out_features, bias=getattr(module, "bias", None) is not None)
-    return layer.to_empty(device=like.device).to(like.dtype).train(module.training).requires_grad_(like.requires_grad)
+    layer = layer.to_empty(device=like.device).to(like.dtype).train(module.training)
+    return _trainable_as(layer, like, getattr(module, "bias", None))
 
 
 def narrowed_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -507,7 +509,15 @@ def _like(module: nn.Module, kind: Callable[..., Layer], **sizes: int) -> Layer:
         layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
     layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
     layer.narrowed = getattr(module, "narrowed", False)
-    return layer.to(like.dtype).requires_grad_(like.requires_grad)
+    return _trainable_as(layer.to(like.dtype), like, getattr(module, "bias", None))
+
+
+def _trainable_as(layer: Module, weight: Tensor, bias: Tensor | None) -> Module:
+    """Freeze the parameters of `layer` that replace a frozen weight or bias, and return it."""
+    for name, parameter in layer.named_parameters():
+        source = bias if bias is not None and name.endswith("bias") else weight
+        parameter.requires_grad_(source.requires_grad)
+    return layer
 
 
 def _reads_ids(module: nn.Module) -> bool:

@@ -44,13 +44,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode, with frozen parameters and no key-value cache; on exit, restore all of these.
 
-    Parameters of a layer that has taken another's place are trainable if one of that layer's parameters was.
+    Parameters of a layer that has taken another's place are trainable if that layer's weight or bias was.
     """
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    layers: dict[str, bool] = {}
-    for name, flag in trainable.items():
-        layer = name.rpartition(".")[0]
-        layers[layer] = layers.get(layer, False) or flag
     # Parts of a model, such as the language model beside a vision tower, have configs of their own.
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     caches = {key: config.use_cache for key, config in configs.items() if getattr(config, "use_cache", None)}
@@ -64,6 +60,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
         for key, cached in caches.items():
             configs[key].use_cache = cached
         for name, parameter in model.named_parameters():  # by name: parameters may have been replaced
+            kind = "bias" if name.endswith("bias") else "weight"
             above = accumulate(name.split(".")[:-1], "{}.{}".format)
-            flags = [trainable[name]] if name in trainable else [layers[layer] for layer in above if layer in layers]
-            parameter.requires_grad_(flags[-1] if flags else True)
+            names = [name, *(f"{layer}.{kind}" for layer in above)]
+            parameter.requires_grad_(next((trainable[other] for other in names if other in trainable), True))

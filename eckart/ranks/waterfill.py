@@ -64,7 +64,7 @@ from eckart.model.mlps import Mlp, Widths, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import NoRank, Ranks, ranked_allowance
 from eckart.ranks.hull import State, spend, vertices
-from eckart.ranks.mlp_ways import Group, Way, fill, with_one_width
+from eckart.ranks.mlp_ways import Filled, Way, fill, with_one_width
 from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
@@ -133,13 +133,13 @@ class Waterfill(Filling, ByFormula):
             offered[mlp] = [_narrowing(problem, mlp, order)]
             if not self.one_width:
                 offered[mlp] = [in_ranks, *offered[mlp], *self._both(problem, mlp, order)]
-        ways: Mapping[Group, Sequence[Way]] = {(mlp,): offered[mlp] for mlp in mlps}
         if self.one_width:
-            ways = _of_one_width(offered)
-        _check_smallest(states, ways, problem.keep, budget)
-        # the search is greedy, so fewer ways may turn out better
-        fillings = [fill(states, {group: ways[group][:number] for group in ways}, budget) for number in (1, 2, None)]
-        best = min(fillings, key=lambda filled: filled.loss)
+            best = _filled_with_one_width(states, offered, problem.keep, budget)
+        else:  # the search is greedy, so fewer ways may turn out better
+            fillings = [
+                fill(states, {(mlp,): offered[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)
+            ]
+            best = min(fillings, key=lambda filled: filled.loss)
         ranks = {target.name: best.ranks.get(target.name) for target in problem.targets}
         widths = {
             mlp.down: orders[mlp].width(mlp, neurons) for group, neurons in best.narrowed.items() for mlp in group
@@ -221,12 +221,25 @@ def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:
     return Way({}, State([*widths[:-1], None], costs, losses, vertices(costs, losses)))
 
 
-def _of_one_width(offered: Mapping[Mlp, Sequence[Way]]) -> dict[Group, list[Way]]:
-    """Return the way of each group of MLPs of the same size: all get one width. Each of `offered` is one way."""
+def _filled_with_one_width(
+    states: Mapping[str, State], offered: Mapping[Mlp, Sequence[Way]], keep: float, budget: int
+) -> Filled:
+    """Spend the budget where all MLPs of the same size get one width.
+
+    Args:
+        offered: the way of each MLP, which gets a width only.
+
+    Raises:
+        NoRank: the budget does not pay for the smallest widths.
+    """
     groups: dict[int, list[Mlp]] = {}
     for mlp in offered:
         groups.setdefault(mlp.neurons, []).append(mlp)
-    return {tuple(group): [with_one_width([offered[mlp][0] for mlp in group])] for group in groups.values()}
+    ways = {tuple(group): [with_one_width([offered[mlp][0] for mlp in group])] for group in groups.values()}
+    smallest = [*states.values(), *(state for (way,) in ways.values() for state in way.all_states)]
+    if sum(state.costs[0] for state in smallest) > budget:
+        raise NoRank(f"keep={keep:g} is too small for the smallest widths: raise keep, or write one_width: false")
+    return fill(states, ways, budget)
 
 
 def _other_experts(problem: SearchProblem, widths: Widths) -> list[str]:
@@ -234,14 +247,3 @@ def _other_experts(problem: SearchProblem, widths: Widths) -> list[str]:
     experts = {down: module for down, module in routed_layers(problem.model).items() if down.endswith(".down")}
     narrower = {experts[down] for down in widths if down in experts}
     return [down.removesuffix(".down") for down, module in experts.items() if module in narrower and down not in widths]
-
-
-def _check_smallest(states: Mapping[str, State], ways: Mapping[Group, Sequence[Way]], keep: float, budget: int) -> None:
-    """Check that the budget pays for the smallest choices.
-
-    Raises:
-        NoRank: it does not.
-    """
-    of_mlps = [min(sum(state.costs[0] for state in way.all_states) for way in offered) for offered in ways.values()]
-    if sum(of_mlps) + sum(state.costs[0] for state in states.values()) > budget:
-        raise NoRank(f"keep={keep:g} is too small for the smallest widths: raise keep, or write one_width: false")

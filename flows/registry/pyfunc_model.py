@@ -91,7 +91,7 @@ def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
     for column in {"text", "text_pair"} & {*rows}:
         for number, value in enumerate(rows[column]):
             if not all(isinstance(part, str) for part in (value if pd.api.types.is_list_like(value) else [value])):
-                raise MlflowException.invalid_parameter_value(f"row {number} has no {column}: {value!r} is not a text")
+                raise MlflowException.invalid_parameter_value(f"row {number}: {column} is {value!r}, which is no text")
     return rows
 
 

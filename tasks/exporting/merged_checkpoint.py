@@ -59,18 +59,17 @@ def to_plain(name: str, folder: Path) -> str:
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)
-    widths = restore_plain_widths(model) if narrowed else {}
+    changed, restored = restore_plain_widths(model) if narrowed else ({}, [])
     fuse(model)
     difference = _difference(expected, _outputs(model, inputs))
     with new_folder(folder) as written:
         save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
         tokenizer.save_pretrained(written)
         sentence_files.copy(source, written)
-    given = " and ".join(
-        f"{attribute} = {getattr(model.config.get_text_config(), attribute)}" if attribute else f"their former {before}"
-        for before, attribute in widths.items()
-    )
-    filled = f" Its narrowed MLPs have {given}; those with fewer neurons are filled up with zeros." if widths else ""
+    widths = [f"{attribute} = {width}" for attribute, width in changed.items()]
+    widths += [f"their former width, {width}" for width in restored]
+    filled = f" Its narrowed MLPs have {', '.join(widths)}; those with fewer neurons are filled up with zeros."
+    filled = filled if narrowed else ""
     return (
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."
         f"{filled} Its outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."

@@ -327,6 +327,25 @@ def test_frozen_parameters_stay_frozen(recipe: str) -> None:
     assert {name.split(".")[0] for name, values in small.named_parameters() if values.requires_grad} == {"classifier"}
 
 
+@pytest.mark.parametrize("recipe", ["svd", "anchored"])
+def test_biases_stay_trainable_beside_frozen_weights(recipe: str) -> None:
+    """As BitFit trains a model."""
+    model = tiny.bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    small = eckart.compress(model, BATCHES, 0.5, recipe).model
+    assert all(values.requires_grad == name.endswith("bias") for name, values in small.named_parameters())
+
+
+def test_batches_may_be_a_dataset_without_an_iterator() -> None:
+    class Batches:
+        def __getitem__(self, number: int) -> Any:
+            return BATCHES[number]
+
+    given: Any = Batches()
+    assert eckart.compress(tiny.bert(), given, 0.5, "svd").report.keep <= 0.5
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     model = tiny.bert()
     with torch.no_grad():

@@ -398,12 +398,32 @@ def test_narrowed_layers_with_ranks_become_plain(family: str) -> None:
         expected = small(**batch).logits
         for name in report.ranks:
             made_dense(small, name)
-        (attribute,) = restore_plain_widths(small).values()
+        changed, restored = restore_plain_widths(small)
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
-    assert attribute is not None
-    assert attribute == ("n_inner" if family == "gpt2" else "intermediate_size")
+    assert changed == {"n_inner" if family == "gpt2" else "intermediate_size": max(widths)}
+    assert not restored
     assert not narrowed_shapes(small)
-    assert getattr(small.config, attribute) == max(widths)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_equal_widths_of_two_numbers_become_plain_each_for_itself() -> None:
+    """Those of an encoder and a decoder. One of the encoder's MLPs keeps its width, and so does the encoder."""
+    model = tiny.build(
+        "BartForConditionalGeneration",
+        **{"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    ).eval()
+    batch = tiny.collate(tiny.samples(4))
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"labels": batch["input_ids"]}
+    recipe = merge(NARROW, {"ranks": {"one_width": True}})
+    small = eckart.compress(model, [batch], 0.5, recipe, include=["*.fc*"], exclude=["*encoder.layers.0*"]).model
+    with torch.no_grad():
+        expected = small(**batch).logits
+        changed, restored = restore_plain_widths(small)
+        torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-3, atol=1e-4)
+    assert [*changed] == ["decoder_ffn_dim"]
+    assert restored == [24]
+    assert small.config.encoder_ffn_dim == 24
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -270,14 +270,23 @@ def test_examples_without_labels_are_skipped_in_token_losses_only():
         objective_of(model, [batch], "kfac")
 
 
-@pytest.mark.parametrize("counting", [slice(None), slice(0, 20)])
-def test_the_loss_of_long_texts_is_found(counting):
-    """Also if no label of the last tokens counts."""
+@pytest.mark.parametrize(
+    ("counting", "longest"),
+    [
+        (slice(None), 256),
+        (slice(0, 20), 300),  # no label of the last tokens counts
+        (slice(44, 45), 300),  # or only that of the first of them, which a causal model does not predict
+    ],
+)
+def test_the_loss_of_a_long_text_is_found_on_its_end(counting, longest):
     model = tiny.build("LlamaForCausalLM", **tiny.WORDS, **tiny.LAYERS, num_key_value_heads=2).eval()
     ids = torch.arange(600).view(2, 300) % 7 + 1
     labels = torch.full_like(ids, -100)
     labels[:, counting] = ids[:, counting]
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, args, output: seen.append(args[0].shape[1]))
     assert objective_of(model, [{"input_ids": ids, "labels": labels}], "kfac").loss is causal_loss
+    assert max(seen) == longest
 
 
 @pytest.mark.parametrize("name", ["choices", "falcon"])

@@ -250,7 +250,7 @@ def test_a_missing_text_is_refused(name: str, missing: Any, tmp_path: Path) -> N
     rows = case.rows()[:2].astype(object)
     rows = rows[[part for part in ("text", "text_pair") if part in rows]]
     rows.at[1, column] = ["the", missing] if name == "token_classification" else missing
-    with pytest.raises(MlflowException, match=rf"row 1 has no {column}: .*is not a text"):
+    with pytest.raises(MlflowException, match=rf"row 1: {column} is .*, which is no text"):
         ask(loaded(write(tmp_path, case.model(), case.tokenizer()), case.task), rows)
 
 
