@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.calibration.embeddings import Pooling, embeddings
 from eckart.calibration.losses import LABELS, Batch
+from eckart.model.experts import unfused
 from eckart.onnx.running import (
     KEPT,
     OUTPUTS,
@@ -126,6 +127,7 @@ def export_files(
         files: file with float32 weights; if there is a second one, it gets the same graph with int8 weights.
     """
     _check(model)
+    model = unfused(model)  # onnx has no product for experts that share one tensor
     if tokenizer.pad_token is None:
         raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()

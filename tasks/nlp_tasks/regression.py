@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _ROUNDING = 0.01
 """Largest rounding error of a label in float32, as a share of the labels' range (choice)."""
 
+_NOISE = 32 * np.finfo(np.float32).eps
+"""Largest relative difference of answers that counts as rounding."""
+
 
 class Regression(SequenceTask):
     metrics: ClassVar = ("pearson", "spearman")
@@ -75,11 +78,11 @@ class Regression(SequenceTask):
         return float(mse_loss(torch.from_numpy(outputs).double().squeeze(-1), torch.from_numpy(labels).double()))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        values = outputs.squeeze(-1)
+        values = _values(outputs)
         return {"pearson": correlation(pearsonr, labels, values), "spearman": correlation(spearmanr, labels, values)}
 
     def prediction_table(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-        return pd.DataFrame({"label": labels, "value": outputs.squeeze(-1)})
+        return pd.DataFrame({"label": labels, "value": _values(outputs)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
         return [{"value": value} for value in outputs.squeeze(-1).tolist()]
@@ -93,6 +96,13 @@ class Regression(SequenceTask):
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
         return {"pearson": on_draws.pearson, "spearman": on_draws.spearman}[self.spec.metric](rows)
+
+
+def _values(outputs: np.ndarray) -> np.ndarray:
+    """Return the values `(rows,)`, all equal if they differ by rounding only: their correlation would be noise."""
+    values = outputs.squeeze(-1)
+    same = len(values) and np.ptp(values) <= _NOISE * np.abs(values).max()
+    return np.full_like(values, values[0]) if same else values
 
 
 def correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:

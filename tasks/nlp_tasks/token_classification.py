@@ -51,10 +51,8 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether texts are lists of words, and labels are lists of the same lengths."""
-        if labels is None or not all(map(pd.api.types.is_list_like, [*texts, *labels])):
-            return False
-        return bool((texts.map(len) == labels.map(len)).all())
+        """Whether texts and labels are lists; `prepare` compares their lengths."""
+        return labels is not None and all(map(pd.api.types.is_list_like, [*texts, *labels]))
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:

@@ -267,7 +267,8 @@ def legend(results: Results, mark: str) -> list[str]:
     chosen = "the choice of `eckart promote`" if results.choice.chosen else "the candidate nearest to the limits"
     return [
         f"{mark} {chosen}; ≈ not significantly different from it.",
-        f"dense is the original model; {CONTROL_NAME} is the control, the original model with the same fine-tuning.",
+        f"dense is the original model; {CONTROL_NAME} is the control, the original model "
+        f"{'with the same fine-tuning' if results.control_curve else 'itself'}.",
         f"Differences have {100 * LEVEL:.0f} % intervals from {RESAMPLES:,} paired resamples of the test examples; the "
         "intervals do not cover the choice of a seed.",
     ]

@@ -32,6 +32,7 @@ from typer.testing import CliRunner
 
 import eckart.onnx.exporting
 from eckart.factorization.pivoted_storage import pivot
+from eckart.model.experts import is_fused
 from eckart.model.hf_format import save
 from eckart.model.layers import PivotedLinear, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
@@ -371,6 +372,18 @@ def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) ->
     tiny.factorize_layer(model, "lm_head", 2, slice(None, None, 3))
     export(model, tiny.words(), file)
     assert runner(file)({**batch(3, 9), KEPT: torch.tensor(1)})["logits"].shape[1] == 9
+
+
+def test_a_mixture_whose_experts_share_a_tensor_is_exported(tmp_path: Path) -> None:
+    """Other tokens go to other experts; the model itself stays as it is."""
+    model, file = tiny.mixtral()[0].eval(), tmp_path / "model.onnx"
+    model.config.pad_token_id = None
+    export(model, tiny.words(), file)
+    assert any(map(is_fused, model.modules()))
+    inputs = batch(3, 9)
+    given = runner(file)({**inputs, KEPT: torch.tensor(9)})["logits"]
+    text = inputs["attention_mask"] != 0
+    torch.testing.assert_close(given[text], tiny.logits(model, inputs)[text], rtol=1e-3, atol=1e-4)
 
 
 def test_attention_with_shared_keys_suits_a_model_that_views_its_outputs() -> None:

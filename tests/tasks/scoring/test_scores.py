@@ -99,3 +99,14 @@ def test_a_model_is_scored_on_both_splits() -> None:
     assert {split: len(results) for split, results in rows.items()} == {"test": 20, "validation": 8}
     assert (scores.score.examples, scores.validation.examples) == (20, 8)
     assert scorer.score_on("validation", model, tiny_tokenizer(), "another").score == scores.validation
+
+
+def test_answers_that_differ_by_rounding_only_are_equal() -> None:
+    """Those of a model that has collapsed: their correlation would be noise."""
+    kind = kind_of(task("pearson"))
+    noise = np.arange(6, dtype=np.float32) * np.spacing(np.float32(3.2))
+    outputs, labels = (np.float32(3.2) + noise)[:, None], np.arange(6.0)
+    rows = kind.prediction_table(outputs, labels)
+    assert kind.all_metrics(outputs, labels) == {"pearson": 0.0, "spearman": 0.0}
+    assert kind.only_answer(rows) == "3.2"
+    assert kind.all_metrics(outputs * np.linspace(1, 1.01, 6)[:, None], labels)["pearson"] > 0.9
