@@ -55,7 +55,7 @@ def test_the_defaults_are_the_default_study() -> None:
         "source": "teacher",
         "shaping": None,
         "weighting": {"kind": "kfac", "shrinkage": 0.0, "input_shrinkage": 0.0},
-        "ranks": {"kind": "waterfill", "multiple": 8, "embedding_price": 1.0, "narrow": False},
+        "ranks": {"kind": "waterfill", "multiple": 8, "embedding_price": 1.0, "narrow": False, "one_width": False},
         "residual": None,
         "storage": "factors",
         "sequential": None,
@@ -83,7 +83,13 @@ def test_a_bare_word_is_a_kind_and_a_part_states_what_differs() -> None:
 
 def test_a_recipe_with_a_built_in_name_changes_that_recipe() -> None:
     changed = resolve(least(recipes={"kfac": {"ranks": {"multiple": 1}}}))["recipes"]["kfac"]
-    assert changed["ranks"] == {"kind": "waterfill", "multiple": 1, "embedding_price": 1.0, "narrow": False}
+    assert changed["ranks"] == {
+        "kind": "waterfill",
+        "multiple": 1,
+        "embedding_price": 1.0,
+        "narrow": False,
+        "one_width": False,
+    }
     assert changed["weighting"]["kind"] == "kfac"
 
 
