@@ -42,12 +42,11 @@ class Way:
         return replace(self, states=states, width=self.width and replace(self.width))
 
 
-def with_one_width(ways: Sequence[Way]) -> Way:
-    """Return the way in which several MLPs of the same size get one width, from those in which each gets its own."""
-    widths = [way.width for way in ways if way.width is not None]
+def summed(widths: Sequence[State]) -> State:
+    """Return the state of one width for several MLPs of the same size, from the states of each one's width."""
     costs = [sum(parts) for parts in zip(*(width.costs for width in widths), strict=True)]
     losses = [sum(parts) for parts in zip(*(width.losses for width in widths), strict=True)]
-    return Way({}, State(widths[0].choices, costs, losses, vertices(costs, losses)))
+    return State(widths[0].choices, costs, losses, vertices(costs, losses))
 
 
 Group = tuple[Mlp, ...]

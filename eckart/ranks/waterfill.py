@@ -64,7 +64,7 @@ from eckart.model.mlps import Mlp, Widths, find_mlps, narrowed
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import NoRank, Ranks, ranked_allowance
 from eckart.ranks.hull import State, spend, vertices
-from eckart.ranks.mlp_ways import Filled, Way, fill, with_one_width
+from eckart.ranks.mlp_ways import Filled, Way, fill, summed
 from eckart.ranks.search_problem import ByFormula, SearchProblem, SearchResult, Spectra, losses_of_components
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
@@ -125,20 +125,18 @@ class Waterfill(Filling, ByFormula):
             return super().search(problem)
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
         spectra, budget = problem.spectra(), ranked_allowance(problem.targets, problem.keep)
-        states, orders, offered = self._states(problem.targets, spectra), {}, {}
+        states, orders, narrowings, ways = self._states(problem.targets, spectra), {}, {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
             order = self._order(problem, mlp)
             orders[mlp] = replace(order, moments={})  # frees their memory
             in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
-            offered[mlp] = [_narrowing(problem, mlp, order)]
+            narrowings[mlp] = _narrowing(problem, mlp, order)
             if not self.one_width:
-                offered[mlp] = [in_ranks, *offered[mlp], *self._both(problem, mlp, order)]
+                ways[mlp] = [in_ranks, Way({}, narrowings[mlp]), *self._both(problem, mlp, order)]
         if self.one_width:
-            best = _filled_with_one_width(states, offered, problem.keep, budget)
+            best = _filled_with_one_width(states, narrowings, problem.keep, budget)
         else:  # the search is greedy, so fewer ways may turn out better
-            fillings = [
-                fill(states, {(mlp,): offered[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)
-            ]
+            fillings = [fill(states, {(mlp,): ways[mlp][:number] for mlp in mlps}, budget) for number in (1, 2, None)]
             best = min(fillings, key=lambda filled: filled.loss)
         ranks = {target.name: best.ranks.get(target.name) for target in problem.targets}
         widths = {
@@ -212,34 +210,33 @@ def _absorbed(problem: SearchProblem, target: Target, side: Literal["left", "rig
     return absorbed(weight, weigh(problem.weighting, target, problem.statistics), side)
 
 
-def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Way:
-    """Return the way in which an MLP only gets a width."""
+def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> State:
+    """Return the state of the width of an MLP that only gets a width."""
     layers = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
     price = sum(target.parameters for target in layers) // mlp.neurons  # of a neuron
     widths, losses = order.widths[1:], order.losses[1:]
     costs = [price * width for width in widths]
-    return Way({}, State([*widths[:-1], None], costs, losses, vertices(costs, losses)))
+    return State([*widths[:-1], None], costs, losses, vertices(costs, losses))
 
 
 def _filled_with_one_width(
-    states: Mapping[str, State], offered: Mapping[Mlp, Sequence[Way]], keep: float, budget: int
+    states: Mapping[str, State], narrowings: Mapping[Mlp, State], keep: float, budget: int
 ) -> Filled:
     """Spend the budget where all MLPs of the same size get one width.
 
     Args:
-        offered: the way of each MLP, which gets a width only.
+        narrowings: state of the width of each MLP.
 
     Raises:
         NoRank: the budget does not pay for the smallest widths.
     """
     groups: dict[int, list[Mlp]] = {}
-    for mlp in offered:
+    for mlp in narrowings:
         groups.setdefault(mlp.neurons, []).append(mlp)
-    ways = {tuple(group): [with_one_width([offered[mlp][0] for mlp in group])] for group in groups.values()}
-    smallest = [*states.values(), *(state for (way,) in ways.values() for state in way.all_states)]
-    if sum(state.costs[0] for state in smallest) > budget:
+    joined = {tuple(group): summed([narrowings[mlp] for mlp in group]) for group in groups.values()}
+    if sum(state.costs[0] for state in (*states.values(), *joined.values())) > budget:
         raise NoRank(f"keep={keep:g} is too small for the smallest widths: raise keep, or write one_width: false")
-    return fill(states, ways, budget)
+    return fill(states, {group: [Way({}, state)] for group, state in joined.items()}, budget)
 
 
 def _other_experts(problem: SearchProblem, widths: Widths) -> list[str]:

@@ -29,7 +29,8 @@ _ROWS, _TOKENS = 4, 16  # shape of the inputs for the comparison; fewer tokens i
 def to_plain(name: str, folder: Path) -> str:
     """Multiply out the factors of a candidate, and save the dense model with its tokenizer in `folder`.
 
-    Narrowed MLPs of the same original size get one width (eckart/model/plain_widths.py). The weights keep their dtype.
+    Narrowed MLPs get the widths that a plain config can state (eckart/model/plain_widths.py). The weights keep their
+    dtype.
 
     Args:
         name: name of a candidate, or path of a Hugging Face folder.
@@ -66,13 +67,13 @@ def to_plain(name: str, folder: Path) -> str:
         save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
         tokenizer.save_pretrained(written)
         sentence_files.copy(source, written)
-    widths = [f"{attribute} = {width}" for attribute, width in changed.items()]
-    widths += [f"their former width, {width}" for width in restored]
-    filled = f" Its narrowed MLPs have {', '.join(widths)}; those with fewer neurons are filled up with zeros."
-    filled = filled if narrowed else ""
+    given = [f"{attribute} = {width}" for attribute, width in changed.items()]
+    given += [f"their former width, {width}" for width in restored]
+    widths = f" Its narrowed MLPs have {', '.join(given)}; those with fewer neurons are filled up with zeros."
     return (
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer."
-        f"{filled} Its outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
+        f"{widths if given else ''} Its outputs are within {difference:.1g} of those of {source}, and transformers "
+        "alone loads it."
     )
 
 

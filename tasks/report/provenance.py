@@ -67,9 +67,10 @@ def base(model: schema.Model) -> str:
 
 def cut(data: schema.Data) -> str:
     """Describe how long the text of an example is and how a longer one is read."""
-    if data.task == "question_answering":
+    kind = task_class(data.task)
+    if not kind.running_text and "stride" in kind.options:
         return f"contexts are read in windows of {data.max_length} tokens, which share {data.stride or 0}"
-    if not task_class(data.task).running_text:
+    if not kind.running_text:
         return f"texts are cut to {data.max_length} tokens"
     begins = "; its first token is the beginning-of-text token" if data.first else ""
     return (
