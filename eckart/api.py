@@ -121,6 +121,7 @@ class Report:
         macs: mean multiply-accumulates for an example of the first batch, (before, after).
         scores: the model's score, (before, after); None unless `largest_drop` was given.
         refined: name of each refined transformer layer → its error on held-out examples, (before, after).
+        remark: what the rank search says about its choice, or "".
         loss_unit: what the predicted losses measure; the recipe's weighting decides it.
         seconds: seconds that each part took: statistics, search, factorization, and with `largest_drop` scoring.
             Several keeps share the statistics. With `largest_drop`, all sizes that were tried count.
@@ -133,6 +134,7 @@ class Report:
     macs: tuple[int, int]
     scores: tuple[float, float] | None
     refined: Mapping[str, tuple[float, float]]
+    remark: str
     loss_unit: str
     seconds: Mapping[str, float]
 
@@ -176,6 +178,8 @@ class Report:
             lines.append(("unchanged", "; ".join(others)))
         if self.predicted_loss is not None:
             lines.append(("predicted loss", f"{self.predicted_loss:.3g}: {self.loss_unit}"))
+        if self.remark:
+            lines.append(("search", self.remark))
         if self.scores is not None:
             lines.append(("score", "{:.4g} → {:.4g}".format(*self.scores)))
         if self.refined:
@@ -361,6 +365,7 @@ def compress(
             macs=(macs_before, macs(small, data[0]) // batch_size(data[0])),
             scores=None,
             refined={block.name: (block.before, block.after) for block in refined},
+            remark=chosen.remark,
             loss_unit=valid_recipe.weighting.loss_unit,
             seconds=dict(seconds),
         )

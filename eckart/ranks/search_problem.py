@@ -121,7 +121,8 @@ class SearchResult:
 
     Attributes:
         ranks: rank of every target; None if it stays dense.
-        spectra: weighted singular values that the ranks truncate; None if no loss can be predicted from them.
+        spectra: weighted singular values that the ranks truncate, of all targets with a rank; None if no loss can be
+            predicted from them.
         changed: whether the search changed the weights of the model.
         remark: a sentence about the choice for the log, or "".
         widths: the MLPs to narrow. Ranks and spectra of their targets are those of the smaller layers.

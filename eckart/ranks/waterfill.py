@@ -124,14 +124,16 @@ class Waterfill(Filling, ByFormula):
         if not self.narrow:
             return super().search(problem)
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
-        spectra, budget = problem.spectra(), ranked_allowance(problem.targets, problem.keep)
-        states, orders, narrowings, ways = self._states(problem.targets, spectra), {}, {}, {}
+        only_narrow = {name for mlp in mlps for name in (*mlp.up, mlp.down)} if self.one_width else set[str]()
+        ranked = tuple(target for target in problem.targets if target.name not in only_narrow)
+        spectra, budget = replace(problem, targets=ranked).spectra(), ranked_allowance(problem.targets, problem.keep)
+        states, orders, narrowings, ways = self._states(ranked, spectra), {}, {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
             order = self._order(problem, mlp)
             orders[mlp] = replace(order, moments={})  # frees their memory
-            in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
             narrowings[mlp] = _narrowing(problem, mlp, order)
             if not self.one_width:
+                in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
                 ways[mlp] = [in_ranks, Way({}, narrowings[mlp]), *self._both(problem, mlp, order)]
         if self.one_width:
             best = _filled_with_one_width(states, narrowings, problem.keep, budget)
@@ -146,8 +148,8 @@ class Waterfill(Filling, ByFormula):
         remark = "" if mlps else "narrow: no MLP was found whose neurons can be left out"
         if self.one_width and (others := _other_experts(problem, widths)):
             remark = (
-                f"one_width: {len(others)} experts, such as {others[0]}, keep theirs: no calibration token reaches "
-                "them, or they are no targets. So a plain folder has the original width"
+                f"one_width: experts keep theirs ({len(others)}, such as {others[0]}), because no calibration token "
+                "reaches them, or they are no targets. So a plain folder has the original width"
             )
         return SearchResult(ranks, spectra, remark=remark, widths=widths)
 

@@ -459,7 +459,7 @@ def test_one_width_names_the_experts_that_keep_theirs() -> None:
     problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
     found = Waterfill(narrow=True, one_width=True, multiple=2).search(problem)
     assert len(found.widths) == 7
-    assert f"1 experts, such as {name}, keep theirs" in found.remark
+    assert f"experts keep theirs (1, such as {name})" in found.remark
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -499,4 +499,6 @@ def test_a_search_that_finds_no_mlp_says_so() -> None:
     targets = tuple(target for target in find_targets(model, batch).targets if "attention" in target.name)
     problem = problem_of(model, batch, targets, Inputs(), ["inputs"])
     assert "no MLP" in Waterfill(narrow=True).search(problem).remark
+    report = eckart.compress(model, [batch], 0.6, NARROW, include="*attention*", check=False).report
+    assert "no MLP" in str(report)
     assert not Waterfill().search(problem).remark
