@@ -97,11 +97,11 @@ class LayerwiseForward:
         self._forwards = [_Forward(model, batch) for batch in batches]
         self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
-        self._readers = readers
-        self._hooks = [self._remember(reader) for reader in {*readers.values()}]
+        self._readers = dict(readers)
+        self._hooks = {reader: self._remember(reader) for reader in {*readers.values()}}
 
     def _remember(self, name: str) -> RemovableHandle:
-        """Make all passes remember the latest input of the module `name`, until the hook is removed."""
+        """Make all passes remember the latest input of the module `name`, until `_forget`."""
 
         def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             running, x = _Forward.running(), first_input(args, kwargs)
@@ -109,6 +109,12 @@ class LayerwiseForward:
                 running.inputs[name] = x
 
         return self._model.get_submodule(name).register_forward_pre_hook(read, with_kwargs=True)
+
+    def _forget(self, name: str) -> None:
+        """Let no pass remember inputs of the module `name`; those of all layers are too large together."""
+        self._hooks.pop(name).remove()
+        for forward in (*self._forwards, *self._dense_forwards):
+            forward.inputs.pop(name, None)
 
     def pause_at(self, name: str) -> None:
         """Make all passes pause when they call the target `name`, until `advance_to` has reached this target."""
@@ -173,6 +179,9 @@ class LayerwiseForward:
             for name, error in self._sum_errors(group, number, x):
                 errors[name] = errors.get(name, 0) + error
         self._undo.pop(first.name)()
+        read = {self._readers.pop(target.name) for target in group if target.name in self._readers}
+        for reader in read.difference(self._readers.values()):
+            self._forget(reader)
         errors = {name: error / collector.examples for name, error in errors.items()}
         return {**collector.finish(), "sum_errors": errors}
 
@@ -220,7 +229,7 @@ class LayerwiseForward:
         """Abandon all paused passes where they are, and take back the changes to modules that made them pause."""
         for undo in self._undo.values():
             undo()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         for forward in (*self._forwards, *self._dense_forwards):
             forward.throw()

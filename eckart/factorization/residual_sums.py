@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
 from eckart.model.module_context import eval_mode, hooked
+from eckart.model.probing import shortened
 
 _ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
@@ -33,9 +34,10 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
     """Return layer → module whose `first_input` are the hidden states that the layer's output is added to.
 
     Args:
-        batch: model inputs, each `(batch, …)`.
+        batch: model inputs, each `(batch, …)`. A few tokens of a long text are enough.
         names: the linear layers to look at; those without such a sum are missing from the result.
     """
+    batch = shortened(model, batch)
     latest: dict[str, int] = {}
     """Module → address of its latest input."""
     outputs: dict[int, tuple[str, dict[int, str]]] = {}

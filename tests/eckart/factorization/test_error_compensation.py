@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -303,6 +304,30 @@ def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family)
         count += 1
     for name, moment in found.items():
         torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)
+
+
+def test_no_pass_keeps_hidden_states_of_earlier_layers():
+    """Neither the original model's passes nor those of the compressed one, where sums are corrected."""
+    model, targets, batches, _ = case("llama")
+    names, dense = [target.name for target in targets], DenseModules(model)
+    read: list[weakref.ref[Tensor]] = []
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: read.append(weakref.ref(args[0])))
+    readers = residual_readers(model, batches[0], names)
+    assert set(readers) == {name for name in names if name.endswith(("o_proj", "down_proj"))}
+    with layerwise_forward(model, [[target] for target in targets], batches, dense, readers=readers) as forward:
+        for target in targets:
+            forward.advance_to([target])
+            assert sum(hidden() is not None for hidden in read) <= 2 * len(batches), target.name
+
+
+def test_sums_are_looked_for_in_a_few_tokens():
+    """The search keeps all that the model computes meanwhile."""
+    model = tiny.causal_llama().eval()
+    ids, seen = torch.ones(1, 400, dtype=torch.long), list[int]()
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    assert residual_readers(model, {"input_ids": ids}, ["model.layers.0.mlp.down_proj"])
+    assert set(seen) == {256}
 
 
 def test_each_model_runs_every_batch_once():
