@@ -397,9 +397,10 @@ _NO_LANGUAGE_MODEL = 10_000
 def untrained(*studies: str) -> str:
     """Return the table of language models without fine-tuning, and how many times worse than the original they are.
 
-    All `studies` score the same texts.
+    All `studies` score the same texts. A candidate of several studies is that of the first.
     """
     measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
+    measured = measured.drop_duplicates(["recipe", "keep"])
     return _perplexities(rows(studies[0], ORIGINAL).iloc[0], measured, "factorized")
 
 
@@ -668,7 +669,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
-    "untrained": partial(untrained, "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"),
+    "untrained": partial(
+        untrained, "lm-standard-short", "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"
+    ),
     "untrained-windows": partial(untrained, "lm-standard"),
     "untrained-gemma": partial(untrained, "lm-gemma"),
     "fine-tuned-windows": partial(fine_tuned, "lm-recovered"),
