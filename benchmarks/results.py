@@ -400,7 +400,7 @@ def untrained(*studies: str) -> str:
     All `studies` score the same texts. A candidate of several studies is that of the first.
     """
     measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
-    measured = measured.drop_duplicates(["recipe", "keep"])
+    measured = measured.drop_duplicates(["recipe", "keep", "seed"])
     return _perplexities(rows(studies[0], ORIGINAL).iloc[0], measured, "factorized")
 
 

@@ -54,9 +54,10 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
         raise ValueError(f"batch {number} has {', '.join(wrong)}: give tensors, as return_tensors='pt' does")
     if len({len(values) if values.dim() else 0 for values in batch.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
+        advice = "; leave out patches of all images together (Qwen2-VL), then only layers for text are targets"
         raise ValueError(
-            f"batch {number} has tensors that differ in their number of examples: {shapes}. If images come as "
-            "patches of all examples, as in Qwen2-VL, leave them out: then only the layers for text are targets"
+            f"batch {number} has tensors that differ in their number of examples: {shapes}"
+            + advice * any(name.startswith("pixel") for name in batch)
         )
     if not len(next(iter(batch.values()))):
         raise ValueError(f"batch {number} has no example: leave it out")

@@ -124,7 +124,7 @@ class SearchResult:
         spectra: weighted singular values that the ranks truncate, of all targets with a rank; None if no loss can be
             predicted from them.
         changed: whether the search changed the weights of the model.
-        remark: a sentence about the choice for the log, or "".
+        remark: a sentence about the choice for the log and the report, or "".
         widths: the MLPs to narrow. Ranks and spectra of their targets are those of the smaller layers.
         reached: share of the targets' parameters → training steps after which the search first kept no more than it.
     """
