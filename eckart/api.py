@@ -293,8 +293,9 @@ def compress(
         small.save_pretrained("small")  # load it again with from_pretrained, after `import eckart`
 
     `model` itself is not changed. In memory at once are the calibration batches, their statistics (up to in² + out²
-    numbers for each layer) and the model twice, or three times with `largest_drop`. Each further keep adds its
-    compressed model. For larger models use the pipeline.
+    numbers for each layer) and the model twice; three times with `largest_drop` or `check`, or if the recipe has an
+    anchor (`anchored`, `narrowed`). With `sequential`, so are one layer's activations of all batches. Each further keep
+    adds its compressed model. For larger models use the pipeline.
 
     Progress bars show the passes over the calibration data and the targets. They are those of transformers:
     `transformers.utils.logging.disable_progress_bar()` switches them off.

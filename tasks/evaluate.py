@@ -54,6 +54,10 @@ def evaluate(recipe: str, keep: str) -> None:
     def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return load(folder, kind.auto, device_map=device_map)
 
+    from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
+    alone = (
+        _losses_alone(name, targets, decision, scorer) if from_teacher else {}
+    )  # loads two models, so it comes first
     shaped = None
     if decision.as_shaped:
         shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score
@@ -65,8 +69,6 @@ def evaluate(recipe: str, keep: str) -> None:
         texts_before = scorer.on_texts(model, tokenizer, "factorized") if before else {}
     model, tokenizer = load_model(FINETUNED / name)
     place(model)
-    from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
-    alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
     scores, predictions = scorer.all_scores(model, tokenizer, "recovered")
     if not trained:  # the factorized model computes the same; only the storage may be another

@@ -113,6 +113,7 @@ class Calibrated(Filling):
         for label, ranks in problem.progress(self._candidates(problem, spectra, scales), "Candidates", "candidate"):
             small = _factorized(problem, problem.targets, ranks, in_order, batches)
             divergence = losses_of_replacements(problem.model, {"": small}, held_out, problem.objective)[""]
+            del small  # before the next is made
             _check_finite(divergence, f"at {label}")
             found.append((divergence, label, ranks))
         least, label, ranks = min(found, key=lambda candidate: candidate[0])

@@ -160,7 +160,7 @@ class TopLogitsRule(Rule):
         self.error: Tensor | None = None
 
     def reads(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(getattr(self.saved, name)) for name in ("classes", "logs", "rest")}
+        return {name: torch.from_numpy(getattr(self.saved, name)) for name in ("classes", "logs", "rest")}  # no copies
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
         """Return the weighted divergence.

@@ -16,7 +16,7 @@ Calibration blocks are a sample of the training blocks, or windows at random pla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
 _SEPARATOR = "\n\n"  # an empty line
-_ROWS = 10_000  # number of rows that are tokenized at a time
+_CHARACTERS = 5_000_000  # that are tokenized at a time, which takes some 600 MB
 
 
 def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
@@ -136,7 +136,7 @@ class LanguageModeling(NlpTask):
         if size >= len(rows):
             return rows
         purpose = "calibration" if split == "calibration" else "sample"
-        return rows[np.sort(lowest(blocks[rows].tolist(), size, self.spec.seed, purpose))]
+        return rows[np.sort(lowest((block.tolist() for block in blocks[rows]), size, self.spec.seed, purpose))]
 
     @property
     def predictions(self) -> Predictions:
@@ -286,8 +286,9 @@ def _pieces(rows: Sequence[str], tokenizer: Tokenizer, separator: str | None) ->
         yield from _documents([row for row in rows if row], tokenizer, separator)
         return
     between = _SEPARATOR if separator is None else separator
-    for start in range(0, len(rows), _ROWS):
-        piece = between.join(rows[start : start + _ROWS]) + (between if start + _ROWS < len(rows) else "")
+    portions = [*_portions(rows)]
+    for portion in portions:
+        piece = between.join(portion) + between * (portion is not portions[-1])
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
@@ -303,12 +304,24 @@ def _documents(rows: Sequence[str], tokenizer: Tokenizer, separator: str) -> Ite
             f"write one of its special tokens ({', '.join(tokenizer.all_special_tokens)}), or white space"
         )
     end = np.array([tokenizer.convert_tokens_to_ids(separator)])
-    for start in range(0, len(rows), _ROWS):
-        documents = tokenizer(list(rows[start : start + _ROWS]), add_special_tokens=False, verbose=False)["input_ids"]
-        for position, ids in enumerate(documents, start):
-            if position:
-                yield end
-            yield np.array(ids, np.int64)
+    batches = (tokenizer(portion, add_special_tokens=False, verbose=False) for portion in _portions(rows))
+    for position, ids in enumerate(ids for batch in batches for ids in batch["input_ids"]):
+        if position:
+            yield end
+        yield np.array(ids, np.int64)
+
+
+def _portions(rows: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the rows in portions of at most `_CHARACTERS`; a longer row is a portion by itself."""
+    portion, characters = list[str](), 0
+    for row in rows:
+        if portion and characters + len(row) > _CHARACTERS:
+            yield portion
+            portion, characters = [], 0
+        portion.append(row)
+        characters += len(row)
+    if portion:
+        yield portion
 
 
 def _following(logits: Tensor, labels: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def saved_logits(
             if (done * _LINES // len(examples)) > ((done - len(parts[0])) * _LINES // len(examples)):
                 say(f"the teacher's logits  {done}/{len(examples)} examples")
     found = [key for batch in batches(0) for key in keys(batch)]
-    classes, logs, rest = (np.load(_file(folder, name), mmap_mode="r") for name in _ARRAYS)
+    classes, logs, rest = (np.load(_file(folder, name), mmap_mode="c") for name in _ARRAYS)
     return TeacherLogits({key: row for row, key in enumerate(found)}, classes, logs, rest)
 
 

@@ -87,7 +87,7 @@ class TestBlocks:
     def test_tokenized_in_pieces_it_is_the_same_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         frame = reviews()
         whole = kind_of(task()).encode(frame, tokenizer(), "test")
-        monkeypatch.setattr(language_modeling, "_ROWS", 7)
+        monkeypatch.setattr(language_modeling, "_CHARACTERS", 300)
         assert kind_of(task()).encode(frame, tokenizer(), "test")["input_ids"] == whole["input_ids"]
 
     def test_calibration_sees_blocks_of_the_training(self) -> None:
@@ -124,10 +124,16 @@ class TestBlocks:
     def test_what_stands_between_rows(self, separator: str, joined: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """White space, also around an empty row, or a token, which ends a document: an empty row is none."""
         for at_a_time in (1, 10_000):
-            monkeypatch.setattr(language_modeling, "_ROWS", at_a_time)
+            monkeypatch.setattr(language_modeling, "_CHARACTERS", at_a_time)
             data = kind_of(task(3, separator=separator)).encode(rows("abc", "", "defgh", "i"), tokenizer(), "test")
             ids = tokenizer()(joined)["input_ids"]
             assert data["input_ids"] == [ids[place : place + 3] for place in range(0, len(ids) - 2, 3)]
+
+    def test_long_rows_are_tokenized_by_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tokenizing takes 100 times the memory of the text."""
+        monkeypatch.setattr(language_modeling, "_CHARACTERS", 20)
+        portions = [*language_modeling._portions(["abc", "a" * 30, "b" * 20, "de", "f"])]
+        assert portions == [["abc"], ["a" * 30], ["b" * 20], ["de", "f"]]
 
     def test_a_separator_that_is_no_token_is_an_error_that_names_those_that_are(self) -> None:
         with pytest.raises(StageError, match=r"<eos>.*</s>"):
