@@ -83,6 +83,7 @@ def saved_logits(
             if (done * _LINES // len(examples)) > ((done - len(parts[0])) * _LINES // len(examples)):
                 say(f"the teacher's logits  {done}/{len(examples)} examples")
     found = [key for batch in batches(0) for key in keys(batch)]
+    # copied on write, which never happens: torch warns of arrays that are read-only
     classes, logs, rest = (np.load(_file(folder, name), mmap_mode="c") for name in _ARRAYS)
     return TeacherLogits({key: row for row, key in enumerate(found)}, classes, logs, rest)
 
