@@ -41,11 +41,12 @@ def calibrate(
         ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
     """
     warn(padding_warning(model, checked))
-    if {*kinds} & {*OF_GRADIENTS}:
-        targets = [target for group in groups for target in group.targets]
-        warn(underflow_warning(model, first_examples(checked[0], 2), targets, loss))
-    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # if it stays true, every error would weigh nothing
+    with_gradients, underflow = bool({*kinds} & {*OF_GRADIENTS}), None
+    without_gradient = with_gradients  # if it stays true, every error would weigh nothing
     for number, group in enumerate(groups, 1):
+        if with_gradients and underflow is None:  # one group at a time, as all moments may not fit in memory
+            underflow = underflow_warning(model, first_examples(checked[0], 2), group.targets, kinds, loss)
+            warn(underflow)
         statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations, robust)
         gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
         without_gradient = without_gradient and not any(bool(value.any()) for value in gradients)

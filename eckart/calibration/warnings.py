@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, row_of
 from eckart.calibration.routed_tokens import unreached
-from eckart.calibration.statistics import Statistics, collect
+from eckart.calibration.statistics import StatisticKind, Statistics, collect
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target
@@ -21,6 +21,7 @@ from eckart.model.targets import Target
 _NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters
 _SCALE = 256.0  # factor of the loss in the test for underflow, so that gradients in float16 do not underflow
 _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
+_BY_SIZE: tuple[StatisticKind, ...] = ("fisher", "taylor", "output_gradients", "gradients")
 _PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
@@ -92,28 +93,32 @@ def _change_by_padding(model: PreTrainedModel, example: Batch) -> float:
         return 0.0
 
 
-def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], loss: Loss) -> str | None:
+def underflow_warning(
+    model: PreTrainedModel, batch: Batch, targets: Sequence[Target], kinds: Collection[StatisticKind], loss: Loss
+) -> str | None:
     """Return a warning if gradients of a model in float16 underflow; None for other dtypes.
 
-    To test this, the loss is multiplied by a factor: the statistics of gradients must grow by the factor squared.
+    To test this, the loss is multiplied by a factor: gradients grow by the factor then, their squares by its square.
 
     Args:
         targets: targets whose gradient statistics are tested.
+        kinds: statistics to gather, some of them of gradients. The smallest of these is tested.
     """
     if model.dtype != torch.float16:
         return None
+    kind = next(kind for kind in _BY_SIZE if kind in kinds)
+    growth = _SCALE if kind == "gradients" else _SCALE**2
 
-    def moments(factor: float) -> Mapping[str, Tensor]:
-        statistics = collect(model, [batch], targets, ["output_gradients"], lambda *args: factor * loss(*args))
-        return statistics["output_gradients"]
+    def gathered(factor: float) -> Mapping[str, Tensor]:
+        return collect(model, [batch], targets, [kind], lambda *args: factor * loss(*args))[kind]
 
-    small = moments(1.0)
+    small = gathered(1.0)
     try:
-        large = moments(_SCALE)
+        large = gathered(_SCALE)
     except ValueError:  # the scaled gradients overflow, so the others do not underflow
         return None
     changes = {
-        name: _relative_change(values, large[name] / _SCALE**2) for name, values in small.items() if large[name].any()
+        name: _relative_change(values, large[name] / growth) for name, values in small.items() if large[name].any()
     }
     name = max(changes, key=lambda name: changes[name], default=None)
     if name is None or changes[name] <= _UNDERFLOW:

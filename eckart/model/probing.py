@@ -45,24 +45,41 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
 
 @torch.no_grad()
 def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a batch of texts without padding with only the last 256 tokens of each, if `model` takes so few.
+    """Return a batch of texts cut to 256 tokens, if `model` takes so few; any other batch is returned as it is.
 
-    Any other batch is returned as it is. The last tokens, because the labels of the first may not count: those of a
-    prompt, say.
+    Each text keeps its last tokens, because the labels of the first may not count: those of a prompt, say. If texts are
+    padded, each keeps its share of padding. That needs entries of one shape, and one mask.
     """
-    shapes = {values.shape for values in batch.values()}
-    plain = "input_ids" in batch and len(shapes) == 1 and batch["input_ids"].dim() == 2
-    if not plain or not all(bool(batch[mask].all()) for mask in masks_of(batch)):
+    shape, masks = batch["input_ids"].shape if "input_ids" in batch else None, masks_of(batch)
+    alike = shape is not None and len(shape) == 2 and all(values.shape == shape for values in batch.values())
+    if not alike or batch["input_ids"].shape[1] <= _ENOUGH:
         return batch
-    if batch["input_ids"].shape[1] <= _ENOUGH:
+    real = batch[masks[0]].ne(0) if masks else torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    if not real.all() and len(masks) > 1:
         return batch
-    short = {name: values[:, -_ENOUGH:] for name, values in batch.items()}
+    kept = _last_tokens(real)
+    short = {name: values[kept].unflatten(0, (len(values), _ENOUGH)) for name, values in batch.items()}
     try:
         with eval_mode(model):
             model(**short)
     except Exception:  # the model takes a fixed number of tokens; the error's type depends on it
         return batch
     return short
+
+
+def _last_tokens(real: Tensor) -> Tensor:
+    """Return which 256 tokens of each text to keep: the last ones, and the last ones of its padding, in their shares.
+
+    Args:
+        real: whether a token is no padding, `(batch, tokens)`.
+    """
+    counts = real.sum(1, keepdim=True)
+    most = (counts * _ENOUGH + real.shape[1] - 1) // real.shape[1]  # rounded up: a text keeps at least one token
+
+    def last(chosen: Tensor, count: Tensor) -> Tensor:
+        return chosen & (chosen.flip(1).cumsum(1).flip(1) <= count)
+
+    return last(real, most) | last(~real, _ENOUGH - most)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -178,7 +178,6 @@ def find_targets(
             such pair.
     """
     _check_batch(model, batch)
-    batch = shortened(model, batch)
     pair = _tied_pair(model) if tied else ()
     factors = parts_of_layers(model)
     layers = {
@@ -189,7 +188,7 @@ def find_targets(
     routed = routed_layers(model)
     read = {name: routed.get(name, name) for name in layers}  # whose inputs tell to which examples tokens belong
     with eval_mode(model), torch.no_grad():
-        probe = Probe(model, {name: model.get_submodule(name) for name in read.values()}, batch)
+        probed, probe = _probed(model, {name: model.get_submodule(name) for name in read.values()}, batch)
         place = {ran: number for number, ran in enumerate(probe.order)}
         order = sorted((name for name in layers if read[name] in place), key=lambda name: place[read[name]])
         reasons = _static_reasons(model, layers, include, exclude, heads, pair)
@@ -199,7 +198,7 @@ def find_targets(
         }
         reasons |= {} if unsampled else mixed
         candidates = [name for name in order if name not in reasons]
-        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in candidates if name not in routed})
+        reasons |= _used_outside(model, probed, {name: probe.calls(name) for name in candidates if name not in routed})
 
     found = {name: layers[name] for name in candidates if name not in reasons}
     targets = _join_pair(_described(model, found, probe, mixed, routed), pair, reasons)
@@ -208,6 +207,17 @@ def find_targets(
         raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear layer'}")
     names = [layer.name for target in targets for layer in target.layers]
     return Targets(targets=tuple(targets), excluded=excluded, census=census(model, names, excluded))
+
+
+def _probed(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Tensor], Probe]:
+    """Probe with short texts, or with those of `batch` where a layer is refused; return the texts and the probe."""
+    short = shortened(model, batch)
+    probe = Probe(model, layers, short)
+    if short is batch or not any(map(probe.mixes_examples, probe.order)):
+        return short, probe
+    return batch, Probe(model, layers, batch)  # attention in windows, say, needs texts of some windows
 
 
 def leave_out(found: Targets, names: Collection[str], reason: str) -> Targets:

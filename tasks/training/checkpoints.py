@@ -108,9 +108,20 @@ def digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], setting
         for name, value in sorted(tensors.items()):
             digest.update(name.encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    sink = pa.BufferOutputStream()
     table = data.data.table
-    with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as stream:
+    with pa.ipc.new_stream(pa.PythonFile(_Hashed(digest), "w"), table.schema.remove_metadata()) as stream:
         stream.write_table(table.replace_schema_metadata())
-    digest.update(sink.getvalue())
     return digest.hexdigest()
+
+
+class _Hashed:
+    """File that only adds what is written to a hash: the bytes of a large table are never in memory together."""
+
+    closed = False
+
+    def __init__(self, digest: hashlib._Hash) -> None:
+        self.digest = digest
+
+    def write(self, part: bytes) -> int:
+        self.digest.update(part)
+        return len(part)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
 import torch
 
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, mean_loss_times_batch
-from eckart.calibration.statistics import collect, passes
+from eckart.calibration.statistics import StatisticKind, collect, passes
 from eckart.model.targets import find_targets
 from tests import tiny
 
@@ -35,10 +39,38 @@ def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
         together = {key: value for part in parts for key, value in part[kind].items()}
         assert together.keys() == whole[kind].keys()
         assert all(torch.equal(value, whole[kind][key]) for key, value in together.items())
-    padding, underflow, *few = said
-    assert padding is underflow is None
-    assert len(few) == len(groups)
+    padding, underflow, few = said[0], said[1::2], said[2::2]
+    assert {padding, *underflow} == {None}
+    assert len(few) == len(underflow) == len(groups)
     assert all("fewer tokens" in str(message) for message in few[:2])
+
+
+@pytest.mark.parametrize("kinds", [("inputs", "output_gradients"), ("fisher",), ("taylor",), ("gradients",)])
+def test_underflow_is_tested_by_what_is_gathered_until_it_is_found(
+    kinds: Sequence[StatisticKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments of all layers may not fit in memory, nor those that a recipe does not read."""
+    gathered: list[tuple[int, Collection[str]]] = []
+
+    def noted(model: Any, batches: Any, targets: Any, kinds: Collection[StatisticKind], loss: Any) -> Any:
+        gathered.append((len(targets), kinds))
+        return collect(model, batches, targets, kinds, loss)
+
+    monkeypatch.setattr("eckart.calibration.warnings.collect", noted)
+    model, batches = tiny.bert().half(), tiny.batches(SAMPLES, 2)
+    groups = passes(find_targets(model, batches[0]).targets, 1)
+    for factor, found in ((1e-5, 1), (1.0, 0)):
+        said: list[str | None] = []
+
+        def scaled(model: Any, batch: Batch, factor: float = factor) -> torch.Tensor:
+            return factor * mean_loss_times_batch(model, batch)
+
+        gathered.clear()
+        given = calibrate(model, lambda: batches, groups, kinds, scaled, examples=4, checked=batches, warn=said.append)
+        assert len(list(given)) == len(groups)
+        assert sum("underflow" in str(message) for message in said) == found
+        assert max(size for size, _ in gathered) == max(len(group.targets) for group in groups)
+        assert all({*chosen} <= {*kinds} for _, chosen in gathered)
 
 
 def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -> None:

@@ -13,7 +13,7 @@ from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Inputs, Plain, weigh
 from eckart.model.layers import factorize_target
-from eckart.model.probing import NO_WORDS, columns, is_embedding, is_linear
+from eckart.model.probing import NO_WORDS, columns, is_embedding, is_linear, shortened
 from eckart.model.targets import Targets, find_targets, weight_of
 from tests import tiny
 
@@ -216,12 +216,37 @@ def test_no_targets_is_an_error_that_gives_each_reason():
 
 
 @pytest.mark.parametrize("batch", [long_texts(), long_texts(padded=5)], ids=["whole", "padded"])
-def test_few_tokens_of_long_texts_without_padding_tell_the_same(batch):
+def test_few_tokens_of_long_texts_tell_the_same(batch):
     model = tiny.causal_llama()
     lengths = []
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
     assert find_targets(model, batch) == find_targets(model, columns(batch, "attention_mask", torch.arange(9)))
-    assert (max(lengths) < 300) == bool(batch["attention_mask"].all())
+    assert max(lengths) < 300
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_a_shortened_text_keeps_its_share_of_padding_on_its_side(left):
+    batch = long_texts(padded=150)
+    batch["input_ids"][batch["attention_mask"] == 0] = tiny.PAD
+    batch = {name: values.flip(1) if left else values for name, values in batch.items()}
+    short = shortened(tiny.causal_llama(), batch)
+    whole, half = short["input_ids"]
+    assert torch.equal(whole, batch["input_ids"][0, -256:])
+    text = batch["input_ids"][1][batch["attention_mask"][1] == 1][-128:]
+    padding = torch.full((128,), tiny.PAD)
+    assert torch.equal(half, torch.cat([padding, text] if left else [text, padding]))
+    assert torch.equal(short["attention_mask"][1], half.ne(tiny.PAD).long())
+
+
+def test_layers_that_a_short_text_refuses_are_probed_with_the_long_one():
+    """Longformer pads texts to whole windows, so its layers read more than the tokens of a shorter text."""
+    windows = {**tiny.LAYERS, "attention_window": 320, "max_position_embeddings": 700}
+    model = tiny.build("LongformerForMaskedLM", vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, **windows)
+    ids = torch.randint(4, tiny.VOCABULARY, (2, 640), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert "longformer.encoder.layer.1.output.dense" in names(find_targets(model, batch))
+    with pytest.raises(ValueError, match="no targets"):
+        find_targets(model, columns(batch, "attention_mask", torch.arange(320)))
 
 
 @pytest.mark.parametrize("masked", [False, True])
