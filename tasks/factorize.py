@@ -19,8 +19,8 @@ from eckart.recipe_parts import Source
 from eckart.residual import Residual
 from tasks.artifacts.decision import load_decision
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, WRITTEN, source_model
-from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, load_task
+from tasks.artifacts.paths import CALIBRATION, FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, source_model
+from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.schema import Count, Labels, Model, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
@@ -65,8 +65,7 @@ def factorize(recipe: str, keep: str) -> None:
         data = encoded("calibration", tokenizer)
         calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
     if parts.sequential and parts.sequential.refine:
-        texts = (SPLITS / "calibration.parquet", SPLITS / CALIBRATION_TEXTS, WRITTEN, SPLITS / "task.json")
-        inputs = (source, IMPORTANCE, RANKS / name, *texts)
+        inputs = (source, IMPORTANCE, RANKS / name, CALIBRATION, SPLITS / "task.json")
         settings = {**parts.model_dump(mode="json"), "size": size, "labels": labels, "device_map": device_map}
         store = RefinedBlocks(name, inputs, settings)
     decision = load_decision(name)

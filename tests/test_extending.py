@@ -37,7 +37,7 @@ from tests.workspace import run_stage, tiny_workspace
 gc.freeze()  # what was imported
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
 resolve.main()
-for stage in ("extract", "teacher", "control", "dense", "importance"):
+for stage in ("extract", "teacher", "control", "dense", "calibration", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:
     for stage in ("search", "factorize", "finetune", "evaluate"):

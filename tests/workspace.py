@@ -206,7 +206,8 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None, sha
 def run_study(*recipes: str) -> None:
     """Run all stages of a study of these recipes at keep 0.5 in this process, with the exports of params.yaml."""
     exported = read()["export"]["recipes"]
-    for stage in ("extract", "check", "teacher", "control", "dense", *["export_dense"] * bool(exported), "importance"):
+    first = ("extract", "check", "teacher", "control", "dense", "calibration")
+    for stage in (*first, *["export_dense"] * bool(exported), "importance"):
         run_stage(stage)
     for recipe in recipes:
         for stage in ("search", "factorize", "finetune", "evaluate", *["export"] * (recipe in exported)):

@@ -10,8 +10,8 @@ from tasks.artifacts.results_schema import Runtime
 IMPORTANCE = Path("data/importance")
 """Folder of the calibration statistics and of TARGETS."""
 TARGETS = IMPORTANCE / "targets.json"
-WRITTEN = Path("data/written/blocks.parquet")
-"""Calibration blocks that the original model has written, as token ids."""
+CALIBRATION = Path("data/calibration.parquet")
+"""The calibration examples as tokens, of all texts."""
 SHARDS = Path("data/shards")
 """Folder with a folder for each of `importance.shards`: the files of IMPORTANCE, from a part of the examples."""
 LOGITS = Path(".eckart/teacher-logits")

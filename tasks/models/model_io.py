@@ -61,7 +61,13 @@ def load(
     )
     if type(model).__name__ in (model.config.architectures or [type(model).__name__]):  # others have a new head
         check_complete(model, loading["missing_keys"], loading["unexpected_keys"], str(folder))
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return model, load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model that a stage wrote."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return tokenizer
 
 
 def saved_class(folder: Path) -> type[PreTrainedModel]:

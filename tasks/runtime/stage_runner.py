@@ -29,7 +29,6 @@ def run(
     work: Callable[[], None],
     trains: bool = False,
     threads: Literal["shared", "candidate"] = "shared",
-    needs_torch: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run a stage that has no arguments.
 
@@ -37,10 +36,9 @@ def run(
         work: the stage's function; its docstring becomes the help text.
         trains: whether the stage runs in `trainer.processes` processes.
         threads: key of `threads` in params.yaml with the number of threads for this stage.
-        needs_torch: function that returns whether the stage computes with torch, whose import takes seconds.
     """
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
-    _guard(name, threads, partial(_spread, name, work) if trains else work, needs_torch)
+    _guard(name, threads, partial(_spread, name, work) if trains else work)
 
 
 def run_candidate(
@@ -151,14 +149,13 @@ _DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 
 
-def _guard(stage: str, threads: str, work: Callable[[], None], needs_torch: Callable[[], bool] = lambda: True) -> None:
+def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
     """Set the number of threads and deterministic algorithms, then run `work`.
 
     A foreseen error ends the process with exit code 1 and a message that begins with the stage.
     """
     try:
-        if needs_torch():
-            _set_up_torch(getattr(section("threads", Threads), threads))
+        _set_up_torch(getattr(section("threads", Threads), threads))
         inputs = stage_inputs.load(stage)
         check_stage(stage)
         work()

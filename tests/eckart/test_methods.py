@@ -112,7 +112,7 @@ def _workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "importance"):
+        for stage in ("extract", "teacher", "calibration", "importance"):
             run_stage(stage)
         yield
 

@@ -263,7 +263,7 @@ def test_the_same_inputs_give_the_same_bytes(own_workspace: Path) -> None:
     for folder in folders:
         shutil.rmtree(folder)
     torch.manual_seed(99)  # what was drawn before must not matter
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune"):
         run_stage(stage, "kfac", "0.5")
@@ -313,7 +313,7 @@ def test_a_regression_goes_the_same_way(own_workspace: Path) -> None:
     frame = pd.read_csv("data/raw/reviews.csv")
     frame.assign(label=[position / 10 for position in range(len(frame))]).to_csv("data/raw/reviews.csv", index=False)
     write_params(Path(), tiny_params(data={"task": "regression", "metric": "spearman"}))
-    for stage in ("extract", "check", "teacher", "importance"):
+    for stage in ("extract", "check", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")

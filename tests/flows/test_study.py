@@ -140,7 +140,7 @@ class TestAfterTheFirstRun:
         digests = {entry.dataset.name: entry.dataset.digest for entry in child.inputs.dataset_inputs}
         train = next(d for d in lock["finetune@kfac-0.5"]["deps"] if d["path"] == "data/splits/train.parquet")
         assert digests["data/splits/train.parquet"] == train["md5"]
-        assert "data/splits/calibration.parquet" in digests
+        assert "data/calibration.parquet" in digests
         assert child.data.tags["mlflow.source.git.commit"] == call(study.root, "git", "rev-parse", "HEAD").strip()
         assert child.data.tags["prefect.flow_run"]
 

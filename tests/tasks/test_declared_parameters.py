@@ -39,7 +39,7 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "learning_rate": 1e-3, "error": "gradients"}}
     changes = {"recipes": {"kfac": {"sequential": order}}, "importance": {"clip": [1.0, 1.0]}}
     monkeypatch.chdir(tiny_workspace(tmp_path, **changes))
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "calibration", "importance"):
         run_stage(stage)
     run_stage("search", "kfac", "0.5")
     with monkeypatch.context() as patched:

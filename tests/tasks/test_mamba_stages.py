@@ -43,7 +43,7 @@ def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     tiny.build("MambaForCausalLM", **{**tiny.MAMBA, **words}).save_pretrained(BASE)
     tokenizer.save_pretrained(BASE)
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "softlm", "0.5")

@@ -39,7 +39,7 @@ def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     shutil.rmtree(BASE)
     tiny.build("MixtralForSequenceClassification", **sizes, num_labels=2).save_pretrained(BASE)
     tokenizer.save_pretrained(BASE)
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "moe", "0.5")

@@ -295,7 +295,7 @@ def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypat
     tiny_workspace(tmp_path, study={"recipes": names}, targets={"products": True}, recipes={"borrowed": borrowed})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for stage in ("extract", "teacher", "control", "dense", "importance"):
+    for stage in ("extract", "teacher", "control", "dense", "calibration", "importance"):
         run_stage(stage)
     for name in names:
         for stage in ("search", "factorize", "finetune", "evaluate"):

@@ -165,7 +165,7 @@ def test_a_study_goes_from_files_to_scores(workspace: Path, data: dict[str, Any]
     write_params(
         Path(), tiny_params(data={"source": write_jsonl(rows()), **data}, check={"fewest_examples": 7}, **changes)
     )
-    for stage in ("extract", "check", "teacher", "importance"):
+    for stage in ("extract", "check", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")

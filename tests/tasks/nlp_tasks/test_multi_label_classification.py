@@ -173,7 +173,7 @@ def test_a_study_goes_from_files_to_an_exported_candidate(workspace: Path) -> No
         "recipes": {"kfac": {"recovery": {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}}},
     }
     write_params(Path(), tiny_params(data={"source": write_jsonl(labeled()), **DATA}, **changes))
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate", "export"):
         run_stage(stage, "kfac", "0.5")

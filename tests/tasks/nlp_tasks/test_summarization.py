@@ -367,7 +367,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_candidate_goes_from_texts_to_scores() -> None:
     workspace(Path(), t5(), rows(), generation={"beams": 2})
-    for stage in ("extract", "teacher", "control", "dense", "importance"):
+    for stage in ("extract", "teacher", "control", "dense", "calibration", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")

@@ -84,7 +84,7 @@ def test_processes_may_checkpoint_activations_of_a_model_with_unused_weights(wor
     words = [*SUBJECTS, *WORDS["positive"]]
     texts = [f"{first} {second}" for first in words for second in words]
     (workspace / REVIEWS).write_text("\n".join(["text,label", *(f"{text},0" for text in texts)]))
-    for name in ("extract", "teacher", "importance"):
+    for name in ("extract", "teacher", "calibration", "importance"):
         run_stage(name)
     for name in ("search", "factorize", "finetune"):
         run_stage(name, "svd", "0.5")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from datasets import Dataset
 
-from tasks.artifacts.paths import WRITTEN
+from tasks.artifacts.paths import CALIBRATION
 from tasks.artifacts.task_spec import load_split
-from tasks.data.loading import encoded, mixed
+from tasks.data.calibration_examples import mixed
+from tasks.data.loading import encoded
 from tests.tasks.nlp_tasks.test_language_modeling import END, lines, model, params, tokenizer
-from tests.workspace import REPOSITORY, run_stage, write_params
+from tests.workspace import run_stage, write_params
 
 Block = tuple[int, ...]
 OTHER = "data/raw/other.txt"
@@ -37,65 +34,54 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def calibration(*stages: str, **data: Any) -> list[Block]:
+def calibration(**data: Any) -> list[Block]:
     write_params(Path(), params(**data))
-    for stage in stages:
+    for stage in ("extract", "calibration"):
         run_stage(stage)
     return [tuple(ids) for ids in encoded("calibration", tokenizer())["input_ids"]]
 
 
-def written() -> list[Block]:
-    return [tuple(ids) for ids in pd.read_parquet(WRITTEN)["input_ids"]]
-
-
-def test_where_nothing_is_written_torch_is_not_imported(workspace: Path) -> None:
-    write_params(Path(), params())
-    code = "import runpy, sys; runpy.run_module('tasks.write', run_name='__main__'); assert 'torch' not in sys.modules"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    given = calibration("extract")
-    assert written() == []
-    WRITTEN.unlink()
-    assert calibration() == given
+def written(seed: int = 0, **settings: Any) -> list[Block]:
+    return calibration(sizes={"calibration": 0}, seed=seed, written=settings)
 
 
 def test_calibration_examples_are_given_ones_and_written_ones(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = calibration("extract")
-    all_blocks = calibration("write", "importance", written={"examples": 4, "batch_size": 3})
-    assert len(given) == 8
+    own = {"examples": 4, "batch_size": 3}
+    given, both = calibration(), calibration(written=own)
+    run_stage("importance")
     assert "statistics from 12/12 examples" in capsys.readouterr().out
-    own = written()
-    assert {len(block) for block in own} == {12}
-    assert [block for block in all_blocks if block in given] == given
-    assert [block for block in all_blocks if block in own] == own
-    before = WRITTEN.read_bytes()
-    only_own = calibration("extract", "write", sizes={"calibration": 0}, written={"examples": 4, "batch_size": 3})
-    assert WRITTEN.read_bytes() == before
-    assert only_own == own
-    calibration("extract", "write", seed=1, written={"examples": 4, "batch_size": 3})
-    assert written() != own
+    alone = written(**own)
+    assert len(given) == 8
+    assert {len(block) for block in alone} == {12}
+    assert [block for block in both if block in given] == given
+    assert [block for block in both if block in alone] == alone
+    assert written(seed=1, **own) != alone
+
+
+def test_the_file_of_the_examples_has_the_same_bytes_again(workspace: Path) -> None:
+    calibration(written={"examples": 2})
+    before = CALIBRATION.read_bytes()
+    run_stage("calibration")
+    assert CALIBRATION.read_bytes() == before
 
 
 def test_a_text_may_start_with_tokens_of_the_training_text_or_the_model_s_own(workspace: Path) -> None:
-    calibration("extract", "write", written={"examples": 6, "prompts": 5, "temperature": 0.5})
-    beginnings = {tuple(ids[:5]) for ids in encoded("train", tokenizer())["input_ids"]}
-    assert {block[:5] for block in written()} <= beginnings
-    calibration("write", written={"examples": 6, "first": "bos"})
-    assert {block[0] for block in written()} == {model().config.bos_token_id}
+    own = written(examples=6, prompts=5, temperature=0.5)
+    assert {block[:5] for block in own} <= {tuple(ids[:5]) for ids in encoded("train", tokenizer())["input_ids"]}
+    assert {block[0] for block in written(examples=6, first="bos")} == {model().config.bos_token_id}
 
 
 def test_a_model_that_cannot_write_such_a_block_is_an_error(workspace: Path) -> None:
-    with pytest.raises(SystemExit, match=r"write: .*\b64 positions"):
-        calibration("extract", "write", max_length=65, written={"examples": 1})
+    with pytest.raises(SystemExit, match=r"calibration: .*\b64 positions"):
+        calibration(max_length=65, written={"examples": 1})
 
 
 def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
     own = {"source": "data/raw/text.txt", "examples": 3, "separator": "</s>"}
     texts = {"upper": {"source": OTHER, "examples": 5}, "own": own}
-    blocks = calibration("extract", calibration_texts=texts)
-    given = calibration("extract")
+    blocks, given = calibration(calibration_texts=texts), calibration()
     upper = [block for block in blocks if tokenizer().decode(block).isupper()]
     assert (len(blocks), len(upper), len(given)) == (16, 5, 8)
     assert 0 < sum(END in block for block in blocks) <= 3
@@ -109,7 +95,7 @@ def test_other_texts_are_drawn_in_their_numbers(workspace: Path) -> None:
 )
 def test_a_text_is_read_without_what_a_study_of_it_is_scored_on(workspace: Path, source: dict[str, Any]) -> None:
     own = {"source": source["source"], "split": source.get("splits", {}).get("train", "train")}
-    calibration("extract", **source, calibration_texts={"own": own})
+    calibration(**source, calibration_texts={"own": own})
     rows = {*json.loads(Path("data/splits/calibration_texts.json").read_text())[0]["rows"]}
     assert rows
     assert rows <= set(load_split("train")["text"])
