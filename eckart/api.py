@@ -66,10 +66,11 @@ from eckart.model import hf_format, lstm, mamba
 from eckart.model.census import Census
 from eckart.model.experts import unfused
 from eckart.model.incoming import MERGE_FIRST, check_base
+from eckart.model.layers import keep_values
 from eckart.model.macs import macs
 from eckart.model.mlps import narrowed
 from eckart.model.module_context import eval_mode
-from eckart.model.targets import Targets, find_targets, has_other_forward
+from eckart.model.targets import Targets, find_targets, has_other_forward, unmatched_warning
 from eckart.progress import Item, Progress, bar
 from eckart.ranks.budget import NoRank, Rank, allowance, cost, largest_rank, ranked_allowance, stored
 from eckart.ranks.search import ChosenRanks, search_ranks
@@ -342,7 +343,10 @@ def compress(
     robust = RobustGradients(clip, edges)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
-    targets = find_targets(model, few, _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied)
+    patterns = _patterns(include), _patterns(exclude)
+    targets = find_targets(model, few, *patterns, embeddings=embeddings, tied=tied)
+    if warning := unmatched_warning(model, *patterns):
+        warnings.warn(warning, stacklevel=2)
     if tied and not valid_recipe.ranks.pairs:
         raise ValueError(f"ranks {valid_recipe.ranks.kind} cannot compress an embedding with its head: leave out tied")
     if isinstance(valid_recipe.ranks, ByFormula):  # before the minutes that the statistics take
@@ -498,6 +502,7 @@ def _compress_in_place(
         if recipe.storage == "pivoted":
             pivot(model)
     hf_format.describe(model)
+    keep_values(model)
     return chosen, refined
 
 
@@ -617,7 +622,7 @@ def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, sco
     _check_number("largest_drop", largest_drop)
     if score is not None:
         return []
-    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
+    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes)) and getattr(keep, "ndim", 1) > 0
     keeps = list(cast("Iterable[float]", keep)) if several else [0.33 if keep is None else cast("float", keep)]
     if not keeps:
         raise ValueError("keep is empty: give at least one number, such as [0.5, 0.33]")

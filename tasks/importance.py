@@ -16,7 +16,7 @@ from eckart.calibration.statistics import join_statistics, load_statistics, pass
 from eckart.calibration.warnings import unreached_warning
 from eckart.model.attention_products import find_products
 from eckart.model.experts import unfuse
-from eckart.model.targets import Targets, find_targets
+from eckart.model.targets import Targets, find_targets, unmatched_warning
 from tasks.artifacts.paths import IMPORTANCE, SHARDS, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Importance, Model, TargetPatterns, section
@@ -75,6 +75,7 @@ def gather(folder: Path, part: Callable[[int], range] = range, warn: Callable[[s
 
     targets = _find(model, next(first(2, 2)), patterns)
     warn(targets.census.warning)
+    warn(unmatched_warning(model, patterns.include, patterns.exclude))
     groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
     indices, number = part(len(data)), 0  # of the pass
 

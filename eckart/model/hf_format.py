@@ -140,6 +140,10 @@ class EckartConfig(QuantizationConfigMixin):
             content["quantization"] = self.quantization.to_dict()
         return copy.deepcopy(content)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting as a dict does: transformers asks so, also where a model's own config is given to load."""
+        return getattr(self, name, default)
+
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return an uninitialized low-rank layer to replace the dense `module`."""
         rank = self.ranks[name]

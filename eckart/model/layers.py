@@ -597,6 +597,7 @@ def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
             head.bias.copy_(bias)
     replace(model, name, head)
     _set_tied(model, False)  # there is no weight to tie
+    model.all_tied_weights_keys.pop(f"{name}.weight", None)
     return head
 
 
@@ -649,8 +650,18 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
     for head, owner in tied_heads(model).items():
         if owner == name:
             _untie(model, head, module)
+    keep_values(module)
     replace(model, name, module)
     return module
+
+
+def keep_values(module: nn.Module) -> None:
+    """Mark `module` as transformers marks what it has loaded, so that it never draws its weights at random.
+
+    It draws those of unmarked modules if the model becomes part of another one, such as an EncoderDecoderModel.
+    """
+    for part in module.modules():
+        part._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:

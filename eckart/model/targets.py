@@ -220,6 +220,15 @@ def _probed(
     return batch, Probe(model, layers, batch)  # attention in windows, say, needs texts of some windows
 
 
+def unmatched_warning(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    """Return a warning if a pattern matches the name of no module, as one with a typo does."""
+    names = [name for name, _ in model.named_modules()]
+    unmatched = [pattern for pattern in (*include, *exclude) if not any(fnmatchcase(name, pattern) for name in names)]
+    if not unmatched:
+        return None
+    return f"no module's name matches {' or '.join(unmatched)}: correct these patterns of include and exclude"
+
+
 def leave_out(found: Targets, names: Collection[str], reason: str) -> Targets:
     """Return `found` without the targets `names`, each one linear layer, which stay dense for this `reason`."""
     left = tuple(target for target in found.targets if target.name not in names)

@@ -596,6 +596,24 @@ def test_targets_with_few_of_the_parameters_give_a_warning() -> None:
     assert "Targets are only" not in warned(tiny.bert(), BATCHES)
 
 
+def test_a_pattern_that_matches_nothing_gives_a_warning() -> None:
+    """It may have a typo: what should stay dense is compressed."""
+    typos = warned(tiny.bert(), BATCHES, include=["*.layer.*", "*.layr.*"], exclude="*.qeury")
+    assert all(pattern in typos for pattern in ("*.layr.*", "*.qeury"))
+    assert "*.layer.*" not in typos
+    right = {"include": "*.layer.*", "exclude": ["*.query", "*.embeddings"]}  # a module, though no linear layer
+    assert "pattern" not in warned(tiny.bert(), BATCHES, **right)
+
+
+@pytest.mark.parametrize("recipe", ["anchored", "narrowed"])
+def test_transformers_draws_no_weights_of_a_compressed_model(recipe: str) -> None:
+    """It initializes what becomes part of another model, such as an EncoderDecoderModel."""
+    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
+    before = {name: value.clone() for name, value in small.state_dict().items()}
+    small.init_weights()
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+
+
 def test_the_pipelines_packages_are_not_needed() -> None:
     """And a model is loaded without the methods."""
     code = f"""

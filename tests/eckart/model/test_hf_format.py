@@ -352,6 +352,20 @@ def test_a_dense_model_with_the_config_of_a_compressed_one_is_saved_as_it_is(tmp
         load(tmp_path / "dense")
 
 
+def test_a_folder_is_loaded_with_the_config_of_a_compressed_model(tmp_path):
+    model = compress(tiny.bert())
+    save(model, tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path, config=model.config).eval(), model)
+
+
+def test_a_merged_layer_keeps_its_weight_if_the_model_is_initialized():
+    model = compress(tiny.bert())
+    name = next(iter(factorized(model)))
+    weight = merge(model, name).weight.clone()
+    model.init_weights()
+    assert torch.equal(model.get_submodule(name).weight, weight)
+
+
 def test_a_factorized_embedding_of_a_model_that_asks_for_its_padding_is_loaded(tmp_path):
     sizes = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1]}
     model = tiny.build("FunnelForSequenceClassification", vocab_size=tiny.VOCABULARY, **sizes)
