@@ -96,8 +96,9 @@ def export(
 
     Args:
         model: in float32, with a head that returns logits.
-        batches: further inputs for the comparison, each `(batch, tokens)`. Entries that the graph does not read must
-            not change the outputs; positions of a language model are never read.
+        batches: further inputs for the comparison, each `(batch, tokens)`. The graph reads what all of them have: a
+            GPT-2 without token types, say, if they have none. Entries that the graph does not read must not change the
+            outputs; positions of a language model are never read.
         int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
         calibration: typical inputs for the quantization; if empty, random texts.
 
@@ -131,8 +132,12 @@ def export_files(
     if tokenizer.pad_token is None:
         raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()
+    batches = list(batches)
     try:
-        texts = list(_random_texts(model, tokenizer))
+        texts = [
+            {name: values for name, values in text.items() if all(name in batch for batch in batches)}
+            for text in _random_texts(model, tokenizer)
+        ]
         sample = _with_cache(model, texts[0])
         with torch.no_grad():
             outputs = list(_outputs(model, sample))

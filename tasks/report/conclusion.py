@@ -110,11 +110,15 @@ def _alternative(results: Results) -> str:
     if other := alternative(results):
         ends = results.difference(other.after, DENSE)
         return (
-            f"The smallest candidate for which they show this is {other.name}, {score(other.recovered)} "
-            f"({between(ends.low, ends.high, other.recovered)}): `eckart promote {other.name}` takes it to the gates."
+            f"Of the candidates that are small and fast enough, the smallest for which they show this is {other.name}, "
+            f"{score(other.recovered)} ({between(ends.low, ends.high, other.recovered)}): "
+            f"`eckart promote {other.name}` takes it to the gates."
         )
     if chosen(results).non_inferior:
-        return f"{results.choice.chosen} is the smallest candidate for which they show this."
+        return (
+            f"Of the candidates that are small and fast enough, {results.choice.chosen} is the smallest for which they "
+            "show this."
+        )
     return "They show this for no candidate that is small and fast enough."
 
 

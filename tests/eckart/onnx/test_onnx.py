@@ -488,6 +488,17 @@ def test_inputs_that_the_tokenizer_does_not_return_are_refused_if_they_matter(tm
         export(model, tiny.words(), file, [{**inputs, "bbox": nowhere + 5}])
 
 
+def test_the_graph_reads_no_token_types_where_the_batches_have_none(tmp_path: Path) -> None:
+    """GPT-2 with BERT's tokenizer: it would add the embedding of word 0 to all tokens."""
+    tokenizer = tiny_tokenizer()
+    model = gpt2_that_writes(len(tokenizer)).eval()
+    inputs = {**tokenizer(["the plot is dull"], return_tensors="pt")}
+    del inputs["token_type_ids"]
+    export(model, tokenizer, tmp_path / "model.onnx", [inputs])
+    expected = model(**inputs).logits
+    torch.testing.assert_close(answers(tmp_path / "model.onnx", **inputs), expected, rtol=0, atol=1e-4)
+
+
 def test_an_embedding_of_a_text_is_an_output(tmp_path: Path) -> None:
     """The projection of CLIP's text model."""
     model = shallow(tiny.of("CLIPTextModelWithProjection", **tiny.LAYERS, projection_dim=8, eos_token_id=1))
