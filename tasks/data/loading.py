@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pandas as pd
 from datasets import Dataset
@@ -12,10 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import CALIBRATION
-from tasks.artifacts.task_spec import Split, Task, load_split, load_task
+from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import Collate, by_length
+
+
+def file_of(name: Split) -> Path:
+    """Return the file from which `encoded` loads a split."""
+    return CALIBRATION if name == "calibration" else SPLITS / f"{name}.parquet"
 
 
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:

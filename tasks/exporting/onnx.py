@@ -15,7 +15,7 @@ from eckart.model.hf_format import plain_config
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
-from tasks.data.loading import batches, encoded
+from tasks.data.loading import batches, encoded, file_of
 from tasks.exporting.folders import folder_of, new_folder
 from tasks.models import sentence_files
 from tasks.models.model_io import UNLOADABLE, load, saved_class
@@ -183,8 +183,7 @@ def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[B
     except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     test, calibration = (
-        list(_examples(split, task, model, tokenizer)) if task and (SPLITS / f"{split}.parquet").exists() else []
-        for split in _BLOCKS
+        list(_examples(split, task, model, tokenizer)) if task and file_of(split).exists() else [] for split in _BLOCKS
     )
     return model, tokenizer, test, calibration
 
