@@ -1,7 +1,6 @@
 """Stage calibration: tokenize the calibration examples → data/calibration.parquet.
 
-All later stages read this file, so a long text is tokenized once, and what the original model does for calibration, it
-does once.
+All later stages read this file, so long texts are tokenized once, and the original model writes once.
 """
 
 from __future__ import annotations

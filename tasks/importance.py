@@ -75,7 +75,7 @@ def gather(folder: Path, part: Callable[[int], range] = range, warn: Callable[[s
 
     targets = _find(model, next(first(2, 2)), patterns)
     warn(targets.census.warning)
-    warn(unmatched_warning(model, patterns.include, patterns.exclude))
+    noted(unmatched_warning(model, patterns.include, patterns.exclude))
     groups = passes([target for target in targets.targets if target.sampled], params.layers_at_once)
     indices, number = part(len(data)), 0  # of the pass
 

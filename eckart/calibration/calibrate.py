@@ -41,10 +41,11 @@ def calibrate(
         ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
     """
     warn(padding_warning(model, checked))
-    with_gradients, underflow = bool({*kinds} & {*OF_GRADIENTS}), None
-    without_gradient = with_gradients  # if it stays true, every error would weigh nothing
+    reads_gradients = bool({*kinds} & {*OF_GRADIENTS})
+    without_gradient = reads_gradients  # if it stays true, every error would weigh nothing
+    underflow = None
     for number, group in enumerate(groups, 1):
-        if with_gradients and underflow is None:  # one group at a time, as all moments may not fit in memory
+        if reads_gradients and underflow is None:  # one group at a time, as all moments may not fit in memory
             underflow = underflow_warning(model, first_examples(checked[0], 2), group.targets, kinds, loss)
             warn(underflow)
         statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations, robust)

@@ -21,6 +21,7 @@ from eckart.model.targets import Target
 _NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters
 _SCALE = 256.0  # factor of the loss in the test for underflow, so that gradients in float16 do not underflow
 _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
+# statistics of gradients, the smallest first
 _BY_SIZE: tuple[StatisticKind, ...] = ("fisher", "taylor", "output_gradients", "gradients")
 _PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}

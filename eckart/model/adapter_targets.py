@@ -21,7 +21,7 @@ import copy
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -40,6 +40,9 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
 
     Args:
         matches: function that tells whether the config means the module of this name.
+
+    Raises:
+        ValueError: the config is that of a trained adapter, and it means factorized layers, which were dense then.
     """
     low_rank = {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
     every = copy.copy(config)
@@ -48,6 +51,11 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
     meant = [name for name, _ in model.named_modules() if name and matches(config, name)]
     names = {name for name in meant if name not in low_rank and not name.startswith(excluded)}
     layers = {name: low_rank[name] for name in meant if name in low_rank}
+    if layers and getattr(config, "inference_mode", False):  # a config that is saved names the factors
+        raise ValueError(
+            f"the adapter was trained on another model: {next(iter(layers))} is factorized here. Merge it into "
+            "the original before you compress it, or train a new one"
+        )
     targets = names.union(*(_factors(name, layer) for name, layer in layers.items()))
     _warn_of_tied(model, targets)
     _expand_patterns(config, low_rank, targets)
@@ -99,6 +107,17 @@ def _warn_of_tied(model: nn.Module, names: set[str]) -> None:
             )
 
 
+def _warn_of_copied(model: nn.Module, modules_to_save: Collection[str]) -> None:
+    """Warn if an embedding that shares its factors with a head, or the head, is copied and trained."""
+    for pair in tied_heads(model).items():
+        if any(name == end or name.endswith(f".{end}") for name in pair for end in modules_to_save):
+            warnings.warn(
+                f"{pair[1]} shares its factors with {pair[0]}: with one of them in modules_to_save, the merged model "
+                "cannot be saved. Leave it out, or keep the adapter in a folder of its own",
+                stacklevel=2,
+            )
+
+
 def _factors(name: str, layer: LowRankLayer) -> list[str]:
     """Return the names of the layers that a factorized layer consists of, in their order, without sparse rows."""
     return [
@@ -121,6 +140,7 @@ def _wrap(utilities: ModuleType) -> None:
             return complete(peft_config, model)
         own = any(config is peft_config for config in injected)
         config = complete(peft_config if own else copy.copy(peft_config), model)
+        _warn_of_copied(model, getattr(config, "modules_to_save", None) or ())
         if getattr(config, "target_modules", None):
             expand(config, model, utilities.check_target_module_exists)
         return config

@@ -422,10 +422,16 @@ def _save_pretrained(
     """Save a model. If it is compressed, also write NEEDED into config.json.
 
     transformers never writes the name of a weights file into a config, so the name is added afterwards.
+
+    Raises:
+        ValueError: a factor is computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if not _has_format(model):
         _saved_by_transformers(model, save_directory, *args, **options)
         return
+    for name, layer in model.named_modules():
+        if isinstance(layer, LowRankLayer) and (computed := _computed_weights(layer)):
+            raise ValueError(f"{name}.{computed[0]} {_COMPUTED}")
     given = signature(_saved_by_transformers).bind(model, save_directory, *args, **options).arguments
     model, save_directory, options = given.pop("self"), given.pop("save_directory"), given.pop("kwargs", {}) | given
     push_to_hub = options.pop("push_to_hub", False)
@@ -507,6 +513,9 @@ _OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
 
 
+_COMPUTED = "computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
+
+
 def _computed_weights(model: nn.Module) -> list[str]:
     """Return the names of the modules whose weight is computed from other tensors, such as a mask."""
     modules = model.named_modules()
@@ -548,7 +557,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     cause = "its state_dict does not hold all that it computes with"
     computed, again = _computed_weights(model), _computed_weights(loaded)
     if (name := next((name for name in computed if name not in again), None)) is not None:
-        cause = f"{name} computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
+        cause = f"{name} {_COMPUTED}"
     if cast:
         cause = f"{cast[0]} was cast; load the model with dtype={model.dtype}"
     raise ValueError(

@@ -106,7 +106,8 @@ class _MergedWeight(Tensor):
     def __new__(cls, layer: LowRankLayer, like: Tensor) -> _MergedWeight:
         shape = layer.shape[::-1] if layer.transposed or layer.reads_ids else layer.shape
         # Code in C++ that bypasses `__torch_function__` must not find values that look like weights.
-        unknown = like.new_full((), math.nan if like.is_floating_point() else 0)
+        # Not `like.new_full`, which quantized tensors of torchao do not have.
+        unknown = torch.full((), math.nan if like.is_floating_point() else 0, dtype=like.dtype, device=like.device)
         weight: _MergedWeight = unknown.expand(shape).as_subclass(cls)
         weight.layer = layer
         weight._is_hf_initialized = True  # so that transformers draws no weights for it

@@ -47,8 +47,9 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
 def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a batch of texts cut to 256 tokens, if `model` takes so few; any other batch is returned as it is.
 
-    Each text keeps its last tokens, because the labels of the first may not count: those of a prompt, say. If texts are
-    padded, each keeps its share of padding. That needs entries of one shape, and one mask.
+    Each text keeps its last tokens, because the labels of the first may not count: those of a prompt, say. It also
+    keeps its share of padding. All entries must have the shape of `input_ids`; if texts are padded, there may be only
+    one mask.
     """
     shape, masks = batch["input_ids"].shape if "input_ids" in batch else None, masks_of(batch)
     alike = shape is not None and len(shape) == 2 and all(values.shape == shape for values in batch.values())

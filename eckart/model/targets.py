@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
-from eckart.model.layers import parts_of_layers, shape_of
+from eckart.model.layers import LowRankLayer, parts_of_layers, shape_of
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear, shortened
 
@@ -187,18 +187,22 @@ def find_targets(
     }
     routed = routed_layers(model)
     read = {name: routed.get(name, name) for name in layers}  # whose inputs tell to which examples tokens belong
+    static = _static_reasons(model, layers, include, exclude, heads, pair)
     with eval_mode(model), torch.no_grad():
-        probed, probe = _probed(model, {name: model.get_submodule(name) for name in read.values()}, batch)
+        for texts in (shortened(model, batch), batch):
+            probe = Probe(model, {name: model.get_submodule(name) for name in read.values()}, texts)
+            unusable = {name: reason for name in layers if (reason := probe.unusable(read[name]))}
+            reasons = {**unusable, **static}
+            mixed = {
+                name: reason for name in layers if name not in reasons and (reason := probe.mixes_examples(read[name]))
+            }
+            if texts is batch or not mixed:  # else attention in windows, say, needs longer texts
+                break
         place = {ran: number for number, ran in enumerate(probe.order)}
         order = sorted((name for name in layers if read[name] in place), key=lambda name: place[read[name]])
-        reasons = _static_reasons(model, layers, include, exclude, heads, pair)
-        reasons |= {name: reason for name in layers if name not in reasons and (reason := probe.unusable(read[name]))}
-        mixed = {
-            name: reason for name in layers if name not in reasons and (reason := probe.mixes_examples(read[name]))
-        }
         reasons |= {} if unsampled else mixed
         candidates = [name for name in order if name not in reasons]
-        reasons |= _used_outside(model, probed, {name: probe.calls(name) for name in candidates if name not in routed})
+        reasons |= _used_outside(model, texts, {name: probe.calls(name) for name in candidates if name not in routed})
 
     found = {name: layers[name] for name in candidates if name not in reasons}
     targets = _join_pair(_described(model, found, probe, mixed, routed), pair, reasons)
@@ -209,24 +213,18 @@ def find_targets(
     return Targets(targets=tuple(targets), excluded=excluded, census=census(model, names, excluded))
 
 
-def _probed(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor]
-) -> tuple[Mapping[str, Tensor], Probe]:
-    """Probe with short texts, or with those of `batch` where a layer is refused; return the texts and the probe."""
-    short = shortened(model, batch)
-    probe = Probe(model, layers, short)
-    if short is batch or not any(map(probe.mixes_examples, probe.order)):
-        return short, probe
-    return batch, Probe(model, layers, batch)  # attention in windows, say, needs texts of some windows
-
-
 def unmatched_warning(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> str | None:
-    """Return a warning if a pattern matches the name of no module, as one with a typo does."""
-    names = [name for name, _ in model.named_modules()]
-    unmatched = [pattern for pattern in (*include, *exclude) if not any(fnmatchcase(name, pattern) for name in names)]
+    """Return a warning if a pattern matches the name of no layer: it has a typo, say, or names a module of layers."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if module._parameters or isinstance(module, LowRankLayer)  # its parameters are its factors'
+    }
+    unmatched = [pattern for pattern in (*include, *exclude) if not any(fnmatchcase(name, pattern) for name in layers)]
     if not unmatched:
         return None
-    return f"no module's name matches {' or '.join(unmatched)}: correct these patterns of include and exclude"
+    example = next((name for name, module in layers.items() if is_linear(module)), "encoder.layer.0.output.dense")
+    return f"include and exclude: {' and '.join(unmatched)} match no layer, whose whole names are such as {example}"
 
 
 def leave_out(found: Targets, names: Collection[str], reason: str) -> Targets:

@@ -96,9 +96,9 @@ def export(
 
     Args:
         model: in float32, with a head that returns logits.
-        batches: further inputs for the comparison, each `(batch, tokens)`. The graph reads what all of them have: a
-            GPT-2 without token types, say, if they have none. Entries that the graph does not read must not change the
-            outputs; positions of a language model are never read.
+        batches: further inputs for the comparison, each `(batch, tokens)`. The graph reads no token types if these or
+            `calibration` have none. Entries that the graph does not read must not change the outputs; positions of a
+            language model are never read.
         int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
         calibration: typical inputs for the quantization; if empty, random texts.
 
@@ -132,12 +132,10 @@ def export_files(
     if tokenizer.pad_token is None:
         raise ExportError("the tokenizer has no padding token: set tokenizer.pad_token = tokenizer.eos_token")
     model.eval()
-    batches = list(batches)
+    batches, calibration = list(batches), list(calibration)
+    typeless = any("token_type_ids" not in batch for batch in (*batches, *calibration))
     try:
-        texts = [
-            {name: values for name, values in text.items() if all(name in batch for batch in batches)}
-            for text in _random_texts(model, tokenizer)
-        ]
+        texts = list(_random_texts(model, tokenizer, {"token_type_ids"} if typeless else set()))
         sample = _with_cache(model, texts[0])
         with torch.no_grad():
             outputs = list(_outputs(model, sample))
@@ -156,7 +154,7 @@ def export_files(
     for rounded in others:
         from eckart.onnx.int8 import quantize  # needs the extra
 
-        quantize(exact, rounded, list(calibration) or texts)
+        quantize(exact, rounded, calibration or texts)
         differences.append(_compare(model, rounded, sample, compared, same=False))
     sizes = [sum(part.stat().st_size for part in (file, weights_of(file)) if part.exists()) for file in files]
     return [Exported(parameters, *found) for found in zip(sizes, *zip(*differences, strict=True), strict=True)]
@@ -273,11 +271,17 @@ def _cache_after(model: PreTrainedModel, inputs: Batch) -> DynamicCache | None:
     return cache
 
 
-def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of random texts: a padded one, a single text, a text of one word, and a larger padded one."""
+def _random_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, without: set[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of random texts: a padded one, a single text, a text of one word, and a larger padded one.
+
+    Args:
+        without: outputs of the tokenizer that are left out.
+    """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * _LONGEST
     longest = min(_LONGEST, positions // 2)  # half, because some models do not count positions from 0
-    accepted = inspect.signature(model.forward).parameters
+    accepted = {*inspect.signature(model.forward).parameters} - without
     words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     generator = torch.Generator().manual_seed(0)
     for lengths in ((longest, longest // 2), (longest // 3,), (1,), (longest // 4, 2, longest, 1, 5)):

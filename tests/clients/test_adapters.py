@@ -146,7 +146,19 @@ def test_merging_into_factors_that_a_head_shares_is_warned_of() -> None:
     batches = [{**batch, "labels": batch["input_ids"]} for batch in labeled]
     compressed, _ = eckart.compress(model, batches, keep=0.6, recipe="svd", embeddings=True, tied=True)
     with pytest.warns(UserWarning, match="lm_head"):
-        peft.get_peft_model(compressed, peft.LoraConfig(target_modules=["embed_tokens"]))
+        peft.get_peft_model(copy.deepcopy(compressed), peft.LoraConfig(target_modules=["embed_tokens"]))
+    for name in ("lm_head", "embed_tokens"):
+        copied = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name])
+        with pytest.warns(UserWarning, match="cannot be saved"):
+            peft.get_peft_model(copy.deepcopy(compressed), copied)
+
+
+@pytest.mark.parametrize("by_peft", [True, False], ids=["peft", "transformers"])
+def test_an_adapter_of_the_original_is_refused(by_peft: bool, compressed: PreTrainedModel, tmp_path: Path) -> None:
+    peft.get_peft_model(tiny.bert(), config("LoRA by name")).save_pretrained(tmp_path)
+    small = copy.deepcopy(compressed)
+    with pytest.raises(ValueError, match="trained on another model"):
+        peft.PeftModel.from_pretrained(small, tmp_path) if by_peft else small.load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("order", ["eckart, peft", "peft, eckart"])

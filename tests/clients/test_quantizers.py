@@ -24,6 +24,7 @@ from transformers import (
 
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, parts_of_layers
+from tests import tiny
 from tests.clients.conftest import RANK, distance, logits, small
 
 HEAD = "classifier"
@@ -122,6 +123,19 @@ def test_transformers_quantizes_a_compressed_folder_and_saves_both(
     assert stored["ranks"] == factorized(compressed)
     assert stored["quantization"]["quant_method"] == config().quant_method
     assert torch.equal(logits(load(tmp_path / "both")), logits(found))
+
+
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.t5], ids=["gpt2", "t5"])
+def test_models_that_read_the_weights_of_their_layers_are_quantized(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    """transformers initializes GPT-2 by its weights' names, and T5 asks for a weight's dtype."""
+    batch = {name: tiny.collate(tiny.samples(4))[name] for name in ("input_ids", "attention_mask")}
+    small = tiny.factorize(make(), batch, lambda _: 8)
+    save(small, tmp_path)
+    found = type(small).from_pretrained(tmp_path, quantization_config=torchao_config()).eval()
+    before, after = (model(**batch)[0].detach() for model in (small.eval(), found))
+    assert 0 < distance(after, before) < INT8
 
 
 def test_transformers_quantizes_a_compressed_folder_by_quanto(compressed: PreTrainedModel, folder: Path) -> None:

@@ -40,6 +40,15 @@ def test_both_factors_are_adapted_in_place_of_a_factorized_layer() -> None:
     assert config.target_modules == {SELF.format(0, "query"), "classifier"} | factors
 
 
+def test_a_trained_adapter_must_name_the_factors() -> None:
+    """That of the original would have no weights for them, and change nothing."""
+    trained = SimpleNamespace(target_modules=["query"], inference_mode=True)
+    with pytest.raises(ValueError, match=r"1\.attention\.self\.query is factorized"):
+        adapter_targets.expand(trained, model(), matches)
+    trained.target_modules = [SELF.format(1, f"query.{side}") for side in ("right", "left")]
+    adapter_targets.expand(trained, model(), matches)
+
+
 def test_outputs_are_scaled_at_the_last_factor_and_inputs_at_the_first() -> None:
     """(IA)³ multiplies the inputs of the layers in `feedforward_modules`, and the outputs of the others."""
     config = SimpleNamespace(target_modules=["value", "output.dense"], feedforward_modules=["output.dense"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,7 +31,7 @@ import eckart  # noqa: F401  teaches transformers the format
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format
 from eckart.model.hf_format import save
-from eckart.model.layers import factorized, merge, pivoted
+from eckart.model.layers import factorized, low_rank_layers, merge, pivoted
 from eckart.model.targets import find_targets
 from tests import tiny
 
@@ -356,6 +357,18 @@ def test_a_folder_is_loaded_with_the_config_of_a_compressed_model(tmp_path):
     model = compress(tiny.bert())
     save(model, tmp_path)
     assert_same(type(model).from_pretrained(tmp_path, config=model.config).eval(), model)
+
+
+def test_factors_with_a_mask_are_not_saved(tmp_path):
+    model = compress(tiny.bert())
+    name = next(iter(low_rank_layers(model)))
+    prune.random_unstructured(model.get_submodule(name).right, "weight", 0.5)
+    for keep in (lambda: save(model, tmp_path), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match=rf"{name}\.right .*prune\.remove"):
+            keep()
+    prune.remove(model.get_submodule(name).right, "weight")
+    save(model, tmp_path)
+    assert_same(load(tmp_path), model)
 
 
 def test_a_merged_layer_keeps_its_weight_if_the_model_is_initialized():
