@@ -405,9 +405,14 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
+        ValueError: a factor is computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
+    # not in save_pretrained, which also writes the checkpoints of a training with such factors
+    for name, layer in model.named_modules():
+        if isinstance(layer, LowRankLayer) and (computed := _computed_weights(layer)):
+            raise ValueError(f"{name}.{computed[0]} {_COMPUTED}")
     describe(model)
     model.save_pretrained(folder)
 
@@ -422,16 +427,10 @@ def _save_pretrained(
     """Save a model. If it is compressed, also write NEEDED into config.json.
 
     transformers never writes the name of a weights file into a config, so the name is added afterwards.
-
-    Raises:
-        ValueError: a factor is computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if not _has_format(model):
         _saved_by_transformers(model, save_directory, *args, **options)
         return
-    for name, layer in model.named_modules():
-        if isinstance(layer, LowRankLayer) and (computed := _computed_weights(layer)):
-            raise ValueError(f"{name}.{computed[0]} {_COMPUTED}")
     given = signature(_saved_by_transformers).bind(model, save_directory, *args, **options).arguments
     model, save_directory, options = given.pop("self"), given.pop("save_directory"), given.pop("kwargs", {}) | given
     push_to_hub = options.pop("push_to_hub", False)
