@@ -421,7 +421,7 @@ def has_other_forward(module: nn.Module) -> bool:
 def _patched(module: nn.Module) -> str | None:
     """Return why a module with hooks or a patched `forward` is not a target; None if the module has neither.
 
-    The probe's hooks have been removed by now.
+    It is asked before the probe adds hooks of its own.
     """
     hooked = has_other_forward(module) or module._forward_hooks or module._forward_pre_hooks
     return "a hook or a patched forward may change what it computes" if hooked else None

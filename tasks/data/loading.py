@@ -27,7 +27,7 @@ def file_of(name: Split) -> Path:
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load a split, tokenized and with labels, but not yet padded; the stage calibration has tokenized its own."""
     if name == "calibration":
-        return Dataset(parquet.read_table(CALIBRATION))
+        return Dataset(parquet.read_table(file_of(name)))
     task = load_task()
     return kind_of(task).encode(with_originals(load_split(name), task), tokenizer, name)
 
