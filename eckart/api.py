@@ -588,8 +588,8 @@ def _check_model(model: Any) -> None:
             "copy of the model may run the original, or round: give the model as from_pretrained loads it, or undo "
             "that, such as by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
-    if torch.is_inference_mode_enabled():
-        raise ValueError("most recipes need gradients: call this outside of torch.inference_mode()")
+    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
+        raise ValueError("most recipes need gradients: load the model and call this outside of torch.inference_mode()")
     check_base(model)
 
 

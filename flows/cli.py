@@ -293,8 +293,9 @@ def table(
 
     candidates: a list of objects with name, recipe, keep, metric, before_fine_tuning (the metric then), from_original
     and from_control (low and high of the 95 % interval of the difference), the sizes as in original, speedup (median,
-    low, high: over the original model in torch), exports (onnx and int8, each with metric, bytes, speedup; empty if
-    nothing was exported) and files (paths of model, card, onnx, int8).
+    low, high: over the original model in torch), exports (onnx and int8, each with metric, bytes, speedup, also over
+    the original model in torch, and speedup_in_runtime, over its file for the same runtime; empty if nothing was
+    exported) and files (paths of model, card, onnx, int8).
 
     goals: a list of objects with goal, recipe, met, candidate (it meets the goal, or comes nearest) and next_keep (null
     if no other keep is worth a try).

@@ -53,7 +53,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
-from eckart.model.incoming import forget_gguf
+from eckart.model.incoming import check_saved_weights, forget_gguf
 from eckart.model.layers import (
     LowRankEmbedding,
     LowRankLayer,
@@ -405,7 +405,8 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
-        ValueError: a factor is computed from other tensors, such as a mask, so the folder could not be loaded.
+        ValueError: a factor is quantized in place, or computed from other tensors, such as a mask, so the folder could
+            not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
@@ -427,10 +428,14 @@ def _save_pretrained(
     """Save a model. If it is compressed, also write NEEDED into config.json.
 
     transformers never writes the name of a weights file into a config, so the name is added afterwards.
+
+    Raises:
+        ValueError: a tool has quantized weights of a compressed model in place.
     """
     if not _has_format(model):
         _saved_by_transformers(model, save_directory, *args, **options)
         return
+    check_saved_weights(model)
     given = signature(_saved_by_transformers).bind(model, save_directory, *args, **options).arguments
     model, save_directory, options = given.pop("self"), given.pop("save_directory"), given.pop("kwargs", {}) | given
     push_to_hub = options.pop("push_to_hub", False)

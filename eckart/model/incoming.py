@@ -1,11 +1,10 @@
-"""Checks of a model that is to be compressed: its weights are dense, and it has no adapters."""
+"""Checks of a model that is to be compressed or saved: its weights are not quantized, and it has no adapters."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -28,17 +27,34 @@ def check_base(model: PreTrainedModel) -> None:
         check_unquantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"the model has adapters, and save_pretrained would write only these: {MERGE_FIRST}")
-    for name, part in _parts(model):
-        package = f"{type(part).__module__}."
-        if package.startswith("peft."):
+    for name, part in (*model.named_modules(), *model.named_parameters()):
+        if type(part).__module__.startswith("peft."):
             raise ValueError(f"{name} has an adapter, which would be compressed as a layer: {MERGE_FIRST}")
-        for tool in _QUANTIZING:
-            if package.startswith(f"{tool}."):
-                raise ValueError(_quantized(tool, f"{name} is"))
+        if tool := _quantizing(part):
+            raise ValueError(_quantized(tool, f"{name} is"))
 
 
-def _parts(model: nn.Module) -> list[tuple[str, Any]]:
-    return [*model.named_modules(), *model.named_parameters()]
+def check_saved_weights(model: PreTrainedModel) -> None:
+    """Check that no tool has quantized weights of a compressed model in place, since no folder of it could be loaded.
+
+    What a tool trains before it quantizes is plain weights, which are saved.
+
+    Raises:
+        ValueError: a tool has; the message says what to do.
+    """
+    if _value(getattr(model.config, "quantization_config", None), "quantization") is not None:
+        return  # transformers quantized it at load, and the config says so
+    for name, weight in model.named_parameters():
+        if tool := _quantizing(weight):
+            raise ValueError(
+                f"{name} was quantized by {tool} in place, and a folder of such a model could not be loaded: save the "
+                "model before you quantize it, or load the saved folder with a quantization_config, and save that"
+            )
+
+
+def _quantizing(part: object) -> str | None:
+    """Return the package that quantizes, of which the class of a module or parameter is; None: there is none."""
+    return next((tool for tool in _QUANTIZING if f"{type(part).__module__}.".startswith(f"{tool}.")), None)
 
 
 def check_unquantized(config: PreTrainedConfig) -> None:

@@ -99,8 +99,16 @@ def _candidate(row: Mapping[str, str], exported: Mapping[tuple[str, str], Mappin
 
 
 def _export(run: Mapping[str, str]) -> dict[str, Any]:
-    ratio = next(column for column in run if column.endswith(".of_torch"))  # of the benchmark's first shape
-    return {"metric": float(run["metric"]), "bytes": int(run["bytes"]), "speedup": _speedup(run, ratio)}
+    torch, same = (
+        next(column for column in run if column.endswith(f".{base}"))  # of the benchmark's first shape
+        for base in ("of_torch", "of_same")
+    )
+    return {
+        "metric": float(run["metric"]),
+        "bytes": int(run["bytes"]),
+        "speedup": _speedup(run, torch),
+        "speedup_in_runtime": _speedup(run, same),
+    }
 
 
 def _speedup(row: Mapping[str, str], column: str) -> dict[str, float | None]:

@@ -20,12 +20,15 @@ import tasks
 from flows.registry import pyfunc_model
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import STRING, STRINGS
+from tasks.nlp_tasks.nlp_task import STRING
 
 MODEL = "artifacts/model"
 """Path of the Hugging Face folder in the files of a version."""
 
 _REQUIRED = ("mlflow", "torch", "transformers", "safetensors", "accelerate", "pydantic", "pandas")
+_WORDS = {"type": "array", "items": {"type": "any"}}
+"""Type of a text that is a list of words. As strings, MLflow would turn null into the word None."""
+
 _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
 
 
@@ -71,7 +74,7 @@ def questions(task: Task, pairs: bool) -> Schema:
     A single column has no name: with one, MLflow accepts neither a string nor a list of strings.
     """
     if kind_of(task).text_is_words:
-        return _schema({"text": STRINGS})
+        return _schema({"text": _WORDS})
     return _schema({"text": STRING, "text_pair": STRING}) if pairs else Schema([ColSpec("string")])
 
 

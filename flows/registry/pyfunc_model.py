@@ -6,6 +6,7 @@ not import flows. The answers come from the code of the task (tasks/nlp_tasks) w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlflow
@@ -15,6 +16,7 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from transformers import AutoTokenizer
 
 import eckart as eckart  # registers the format of candidates with transformers
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 
@@ -57,14 +59,17 @@ class Served(PythonModel):
             A DataFrame with a row of answers for each input. docs/how-to/serve.md describes its columns.
 
         Raises:
-            ValueError: the first column of a task on single texts is named, but not `text`.
+            MlflowException: an input cannot be answered; MLflow's server returns the message of this error only.
         """
         rows = _rows(model_input, self._task.text_is_words)
-        answers = (
-            self._task.answers(self._model, self._tokenizer, rows, self._batch_size, self._continuation)
-            if len(rows)
-            else []
-        )
+        try:
+            answers = (
+                self._task.answers(self._model, self._tokenizer, rows, self._batch_size, self._continuation)
+                if len(rows)
+                else []
+            )
+        except StageError as error:  # such as a question that is too long
+            raise MlflowException.invalid_parameter_value(str(error)) from error
         frame = pd.DataFrame(answers, columns=list(self._task.answer_columns), dtype=object)
         # infer_objects turns None into nan, which is a number
         frame = frame if frame.isna().any(axis=None) else frame.infer_objects()
@@ -81,16 +86,19 @@ def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
         words: whether each text is a list of words.
 
     Raises:
-        ValueError: the first column of a task on single texts is named, but not `text`.
-        MlflowException: a text is missing; MLflow's server answers with the message of this error only.
+        MlflowException: the first column of a task on single texts is named, but not `text`; or a text is missing.
     """
     rows = given.rename(columns={0: "text"})
     if "text" not in rows:
-        raise ValueError(f"the first column is {rows.columns[0]!r}: give a string, a list of strings, or a column text")
-    rows = rows if words else rows.explode(list(rows), ignore_index=True)
+        raise MlflowException.invalid_parameter_value(
+            f"the first column is {rows.columns[0]!r}: give a string, a list of strings, or a column text"
+        )
+    if not words and len(rows) == 1 and not any(isinstance(value, Mapping) for value in rows.iloc[0]):
+        rows = rows.explode(list(rows), ignore_index=True)
     for column in {"text", "text_pair"} & {*rows}:
         for number, value in enumerate(rows[column]):
-            if not all(isinstance(part, str) for part in (value if pd.api.types.is_list_like(value) else [value])):
+            parts = value if words and pd.api.types.is_list_like(value) else [value]
+            if isinstance(value, Mapping) or not all(isinstance(part, str) for part in parts):
                 raise MlflowException.invalid_parameter_value(f"row {number}: {column} is {value!r}, which is no text")
     return rows
 

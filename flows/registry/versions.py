@@ -90,9 +90,9 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
         RegistryLost: the registry has no champion, although this workspace has had one.
     """
     database.check()
-    users = os.environ.get("MLFLOW_TRACKING_URI")
     registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
+        users = os.environ.get("MLFLOW_TRACKING_URI")
         # The processes in which `ask` loads versions inherit this URI.
         mlflow.set_tracking_uri(_absolute(database.address()))
         try:
@@ -339,6 +339,7 @@ class Registry:
         # marked version again.
         self.mark(champion.version, {ROLLED_BACK: clock()})
         self._move(before)
+        self._conclude(champion.version, f"Rolled back at {clock()}, to version {before}.")
         return str(champion.version), before
 
     def _confirm(self, number: str) -> bool:
@@ -373,7 +374,7 @@ class Registry:
         return True
 
     def _conclude(self, number: str, decision: str) -> None:
-        """Store the outcome of a promotion: in a tag, and at the end of the version's description, below the gates."""
+        """Store the outcome of a promotion or rollback in a tag, and at the end of the description, below the gates."""
         self.mark(number, {DECISION: decision})
         self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 

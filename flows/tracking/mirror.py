@@ -338,6 +338,10 @@ class Mirror:
             if candidate not in self.lineage:
                 self.client.set_terminated(run, "FAILED")
         outcomes = list(self._outcomes.values())
+        for outcome in outcomes:  # of a teacher or control that was not trained in this flow, too
+            for path in outcome.outs if not candidate_of(outcome.stage) else ():
+                if path.endswith(".jsonl"):
+                    self._log_curve("", Path(path))
         counts = Counter(outcome.status.lower() for outcome in outcomes)
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
         dense = _numbers([outcome for outcome in outcomes if outcome.stage in ("dense", "export_dense")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.artifacts.results_schema import NEXT, Latency
+from tasks.artifacts.results_schema import NEXT, Latency, Times
 from tasks.report.choose_candidate import Chosen
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
@@ -125,16 +125,10 @@ def _alternative(results: Results) -> str:
 def _ship(results: Results) -> str:
     ship, dense = to_ship(results), results.dense
     run, original = ship.run, ship.original
-    ends, torch, same = results.difference(run.scored, DENSE), _speedup(run).of_torch, _speedup(run).of_same
-    slower = ", slower than the original model" if torch.high < 1 else ""
-    fast = (
-        f"{times(torch.median)} as fast as the original model in torch ({times_between(torch.low, torch.high)}){slower}"
-    )
+    ends, latency = results.difference(run.scored, DENSE), _latency(run)
+    fast = _fast(latency.of_torch, "torch")
     if run.runtime != "torch":
-        fast = (
-            f"{times(same.median)} as fast as the original model in the same runtime "
-            f"({times_between(same.low, same.high)}), and {fast}"
-        )
+        fast = f"{_fast(latency.of_same, 'the same runtime')}, and {fast}"
     beside = f" ({size(original.bytes)} in the same format)" if run.runtime == "int8" else ""
     return (
         f"The file to ship is `{ship.path}`. On test examples it has {results.metric.title} {score(run.metric)} "
@@ -143,7 +137,13 @@ def _ship(results: Results) -> str:
     )
 
 
-def _speedup(run: RuntimeResult) -> Latency:
+def _fast(ratio: Times, where: str) -> str:
+    slower = ": slower" if ratio.high < 1 else ""
+    interval = times_between(ratio.low, ratio.high)
+    return f"{times(ratio.median)} as fast as the original model in {where} ({interval}{slower})"
+
+
+def _latency(run: RuntimeResult) -> Latency:
     """Return the speed at the first input shape of the benchmark."""
     return next(iter(run.latencies.values()))
 

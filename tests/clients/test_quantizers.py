@@ -92,6 +92,26 @@ def test_a_tool_quantizes_every_factor(quantize: Any, bits: int, compressed: Pre
     assert factorized(found) == factorized(compressed)
 
 
+@pytest.mark.parametrize("quantize", [torchao, quanto])
+def test_a_model_that_was_quantized_in_place_is_not_saved(
+    quantize: Any, compressed: PreTrainedModel, tmp_path: Path
+) -> None:
+    """No folder of it could be loaded: quanto's own loader makes dense layers, which get no values."""
+    found = quantize(copy.deepcopy(compressed), 8)
+    for write in (found.save_pretrained, lambda folder: save(found, folder)):
+        with pytest.raises(ValueError, match="in place"):
+            write(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_training_for_quanto_saves_plain_weights(compressed: PreTrainedModel, tmp_path: Path) -> None:
+    tool = pytest.importorskip("optimum.quanto")
+    found = copy.deepcopy(compressed)
+    tool.quantize(found, weights=tool.qint8, exclude=HEAD)
+    found.save_pretrained(tmp_path)
+    assert distance(logits(load(tmp_path)), logits(compressed)) < 1e-6
+
+
 def torchao_config() -> Any:
     quantization = pytest.importorskip("torchao.quantization")
     return TorchAoConfig(quantization.Int8WeightOnlyConfig(), modules_to_not_convert=[HEAD])

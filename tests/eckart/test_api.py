@@ -284,8 +284,12 @@ def test_wrong_arguments_are_errors() -> None:
     eckart.compress(wrapped, BATCHES, keep=0.5, recipe="svd")
     with pytest.raises(ValueError, match=r"model = torch\.compile\(small\)"):
         eckart.compress(torch.compile(tiny.bert(), backend="eager"), BATCHES, keep=0.5)  # type: ignore[call-overload]
-    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
-        eckart.compress(tiny.bert(), BATCHES, keep=0.5)
+    with torch.inference_mode():
+        made = tiny.bert()
+        with pytest.raises(ValueError, match="inference_mode"):
+            eckart.compress(tiny.bert(), BATCHES, keep=0.5)
+    with pytest.raises(ValueError, match="inference_mode"):
+        eckart.compress(made, BATCHES, keep=0.5)
     with pytest.raises(ValueError, match=r"BertModel.*head"):
         eckart.compress(tiny.bert().base_model, BATCHES, 0.5, "kfac")
     with pytest.raises(ValueError, match="source"):

@@ -86,6 +86,10 @@ class TestAfterTheFirstRun:
         exports = json.loads((workspace / "reports/onnx/kfac-0.5.json").read_text())
         assert kfac["metric"] == evaluation["recovered"]["metric"]
         assert kfac["exports"]["int8"]["bytes"] == exports["int8"]["bytes"]
+        benchmark = json.loads((workspace / "reports/benchmark.json").read_text())["kfac-0.5"]
+        latency = next(iter(benchmark["latency"]["candidate"]["int8"].values()))
+        assert kfac["exports"]["int8"]["speedup"] == latency["of_torch"]
+        assert kfac["exports"]["int8"]["speedup_in_runtime"] == latency["of_same"]
         assert all((workspace / path).exists() for path in {**kfac["files"], **told["files"]}.values())
 
     def test_dvc_compares_a_dozen_metrics(self, study: Study) -> None:

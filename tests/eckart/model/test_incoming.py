@@ -6,6 +6,7 @@ tests/clients/test_bases.py does the same with the tools themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_what_the_config_does_not_say_is_found_in_the_model(
 ) -> None:
     """The model inside of a PeftModel, and one that a tool has quantized in place."""
     refused(with_query(replacement), match)
+
+
+def test_weights_that_were_quantized_in_place_are_not_saved(tmp_path: Path) -> None:
+    """Neither transformers nor the tool could load the folder."""
+    model = tiny.factorize(tiny.bert(), tiny.collate(tiny.samples(4)), lambda _: 2)
+    layer = model.get_submodule(f"{QUERY}.left")
+    quantized_weight(layer)
+    with pytest.raises(ValueError, match=rf"{QUERY}\.left\.weight was quantized by torchao in place"):
+        model.save_pretrained(tmp_path / "folder")
 
 
 def test_adapters_of_transformers_are_refused() -> None:

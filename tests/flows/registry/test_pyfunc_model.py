@@ -40,7 +40,6 @@ from flows.registry.model_package import save, settings_of
 from flows.registry.pyfunc_model import Served
 from flows.registry.versions import CHAMPION, connected
 from flows.tracking import mirror
-from tasks.artifacts.errors import StageError
 from tasks.artifacts.generation import Generation
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
@@ -237,7 +236,7 @@ class TestSpans:
         served = loaded(write(tmp_path, test_answers.bert()), test_answers.task(12))
         result = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
         assert result.to_dict("records") == [{"answer": "", "score": 0.0}]
-        with pytest.raises(StageError):
+        with pytest.raises(MlflowException, match=r"data\.max_length"):
             ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
 
 
@@ -252,6 +251,24 @@ def test_a_missing_text_is_refused(name: str, missing: Any, tmp_path: Path) -> N
     rows.at[1, column] = ["the", missing] if name == "token_classification" else missing
     with pytest.raises(MlflowException, match=rf"row 1: {column} is .*, which is no text"):
         ask(loaded(write(tmp_path, case.model(), case.tokenizer()), case.task), rows)
+
+
+@pytest.mark.parametrize("name", ["embedding", "token_classification"])
+@pytest.mark.parametrize("given", [[{"the plot": "is dull"}], ["the plot", ["is", {"dull": 1}]]])
+def test_a_dictionary_is_no_text(name: str, given: list[Any], tmp_path: Path) -> None:
+    """Its keys would be answered."""
+    case = CASES[name]
+    with pytest.raises(MlflowException, match="which is no text"):
+        ask(loaded(write(tmp_path, case.model(), case.tokenizer()), case.task), pd.DataFrame({"text": given}))
+
+
+def test_the_rows_of_several_texts_are_not_taken_apart(tmp_path: Path) -> None:
+    """There would be more answers than rows. One row of lists is how MLflow passes a dictionary of lists."""
+    case = CASES["embedding"]
+    served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
+    assert len(ask(served, pd.DataFrame({"text": [["the plot", "is dull"]]}))) == 2
+    with pytest.raises(MlflowException, match=r"row 0: text is .*, which is no text"):
+        ask(served, pd.DataFrame({"text": [["the plot", "is dull"], ["the cast"]]}))
 
 
 @pytest.mark.parametrize("name", ["language_modeling", "language_modeling by an LSTM"])
@@ -366,6 +383,8 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     result = asking.ask(str(tmp_path / "saved"), rows)
     assert result == ask(loaded(files, case.task), rows).to_dict("records")
     assert None in result[1]["tags"]
+    with pytest.raises(MlflowException, match=r"row 0: text is .*None.*, which is no text"):
+        asking.ask(str(tmp_path / "saved"), pd.DataFrame({"text": [["the", None]]}))
 
 
 def test_mlflow_scores_a_regression(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,10 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
         models.roll_back()
     assert models.aliases() == {CHAMPION: "1"}
     assert [ROLLED_BACK in models.version(number).tags for number in "123"] == [False, True, True]
+    for number, decision in {"1": "Promoted", "2": "Rolled back", "3": "Rolled back"}.items():
+        version = models.version(number)
+        assert version.tags[versions.DECISION].startswith(decision)
+        assert version.description.endswith(version.tags[versions.DECISION])
 
 
 def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models: Registry) -> None:

@@ -122,6 +122,19 @@ def test_curves_are_told_apart_while_they_grow(root: Path, plan: list[Planned]) 
         file = f"reports/{name}.jsonl"
         with mirror.following(planned(name, (), (str(root / file),))):
             write_curve(root, loss, file=file)
+        mirror.record(outcome(name, outs=(file,)))
+    mirror.finish(complete=True)
+    assert losses(root, parent_of(mirror)) == [(1, 2.0)]
+    assert losses(root, parent_of(mirror), "control.loss") == [(1, 1.0)]
+
+
+def test_a_parent_has_the_curves_of_trainings_that_were_cached(root: Path, plan: list[Planned]) -> None:
+    """After mlflow.db was deleted."""
+    mirror = started(root, plan)
+    for name, loss in {"teacher": 2.0, "control": 1.0}.items():
+        write_curve(root, loss, file=(file := f"reports/{name}.jsonl"))
+        mirror.record(outcome(name, "Cached", outs=(file,)))
+    mirror.finish(complete=True)
     assert losses(root, parent_of(mirror)) == [(1, 2.0)]
     assert losses(root, parent_of(mirror), "control.loss") == [(1, 1.0)]
 
