@@ -520,7 +520,7 @@ def _draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | Non
 
     for study in studies:
         workspaces = [multi_seed.folder_of(study, seed) for seed in study.seeds]
-        seeds_figures.write_means(workspaces, folder / (study.task or ""))
+        seeds_figures.write_means(workspaces, study.params["study"]["figures"], folder / (study.task or ""))
     for plot in seeds_figures.over_tasks(results):
         write(plot, folder)
     print(f"Figures are in {folder}.")

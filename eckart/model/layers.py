@@ -617,10 +617,18 @@ def present(model: PreTrainedModel, name: str) -> nn.Module:
     return module
 
 
+def by_outputs(module: nn.Module, values: Tensor) -> Tensor:
+    """Return values of a layer's weight, such as its gradient, as `(out, in)`, or values `(out, in)` as it stores them.
+
+    A Conv1D and an Embedding store the transpose.
+    """
+    return values.T if isinstance(module, Conv1D | nn.Embedding) else values
+
+
 def set_weight(module: nn.Module, weight: Tensor) -> None:
     """Copy `weight` `(out, in)` into the weight of a Linear, a Conv1D or an Embedding."""
     with torch.no_grad():
-        module.get_parameter("weight").copy_(weight.T if isinstance(module, Conv1D | nn.Embedding) else weight)
+        module.get_parameter("weight").copy_(by_outputs(module, weight))
 
 
 def merge(model: PreTrainedModel, name: str) -> nn.Module:

@@ -14,11 +14,10 @@ from accelerate.utils import align_module_device
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
-from eckart.model.layers import LowRankLayer, parts_of_layers, shape_of
+from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers, shape_of
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear, shortened
 
@@ -128,13 +127,13 @@ class Targets(BaseModel):
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a linear layer as `(out, in)`; a GPT-2 Conv1D and an embedding store the transpose.
+    """Return the weight of a linear layer as `(out, in)`.
 
     A weight that a device map has offloaded to the CPU or the disk is copied to the device on which its module runs.
     """
     with align_module_device(module):
         weight = module.get_parameter("weight").detach()
-    return weight.T if isinstance(module, Conv1D | nn.Embedding) else weight
+    return by_outputs(module, weight)
 
 
 def find_targets(

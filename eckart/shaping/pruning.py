@@ -18,9 +18,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from eckart.calibration.statistics import Statistics
+from eckart.model.layers import by_outputs
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
@@ -103,7 +103,7 @@ class WeightPruning(Rule):
             gradient = module.get_parameter("weight").grad
             if gradient is None:
                 continue
-            change = -(gradient.T if isinstance(module, Conv1D | nn.Embedding) else gradient) * weight_of(module)
+            change = -by_outputs(module, gradient) * weight_of(module)
             signed = self.pruning.score == "first_order"
             self.scores[name] = self._score(name) + (change if signed else change.abs())
 

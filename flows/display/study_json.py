@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.names import candidate_name
@@ -22,7 +24,6 @@ from tasks.artifacts.paths import (
     RUNTIMES,
 )
 from tasks.artifacts.results_schema import CONTROL_NAME
-from tasks.config import validation
 from tasks.report.choose_candidate import CHOICE, Chosen
 
 REPORTS = {
@@ -53,7 +54,7 @@ def study_json() -> dict[str, Any]:
     metric, chosen = METRICS[control["metric"]], _chosen()
     exported = {(row["model"], row["runtime"]): row for row in _rows(RUNTIMES)}
     return {
-        "study": validation.typed_section("study").name,
+        "study": chosen.study,
         "metric": control["metric"],
         "lower_is_better": metric.lower_is_better,
         "original": {"metric": float(control["dense"]), **_sizes(control)},
@@ -62,13 +63,16 @@ def study_json() -> dict[str, Any]:
         "non_inferior": chosen.non_inferior,
         "alternative": chosen.alternative,
         "candidates": [_candidate(row, exported) for row in rows if row is not control],
-        "goals": _goals(),
+        "goals": [{**found.model_dump(), "goal": found.goal.model_dump(exclude_none=True)} for found in chosen.goals],
         "files": {name: str(path) for name, path in REPORTS.items()},
     }
 
 
 def _chosen() -> Chosen:
-    return Chosen.model_validate_json(require(CHOICE).read_text())
+    try:
+        return Chosen.model_validate_json(require(CHOICE).read_text())
+    except ValidationError as error:
+        raise EckartError(f"{CHOICE} is of another version of Eckart: `eckart run` writes it anew") from error
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -125,21 +129,3 @@ def _sizes(row: Mapping[str, str]) -> dict[str, int]:
 
 def _number(cell: str) -> float | None:
     return float(cell) if cell else None
-
-
-def _goals() -> list[dict[str, Any]]:
-    if not validation.typed_section("study").goals:
-        return []
-    from tasks.report.goals import goal_results  # slow imports
-    from tasks.report.results import load_results
-
-    return [
-        {
-            "goal": result.goal.model_dump(exclude_none=True),
-            "recipe": result.recipe,
-            "met": result.met,
-            "candidate": result.candidate.name,
-            "next_keep": None if result.closer is None else float(result.closer),
-        }
-        for result in goal_results(load_results())
-    ]

@@ -16,6 +16,7 @@ from typing import Any
 
 import networkx
 from dvc.config import Config, merge
+from dvc.config_schema import RelPath
 from dvc.dvcfile import load_file
 from dvc.exceptions import CollectCacheError
 from dvc.lock import LockError
@@ -255,13 +256,16 @@ def _fetch(repo: Repo, digests: Collection[str]) -> bool:
 
 
 def share_settings(folder: Path) -> None:
-    """Copy DVC's settings of the working directory (cache, remotes) to the workspace `folder`, with absolute paths."""
+    """Copy DVC's settings of the working directory (cache, remotes) to the workspace `folder`.
+
+    Paths are written relative to the folder: DVC cannot write the absolute path of a workspace that is not ASCII.
+    """
     root = Path.cwd()
     main = Config(str(root / ".dvc"))
     settings = main.load_one("repo")
     merge(settings, main.load_one("local"))
-    settings["cache"]["dir"] = main["cache"].get("dir") or str(root / ".dvc/cache")
-    own = Config(str(folder / ".dvc"))
+    settings["cache"]["dir"] = RelPath(main["cache"].get("dir") or root / ".dvc/cache")
+    own = Config(str((folder / ".dvc").resolve()))
     Path(own.files["local"]).touch(mode=0o600)  # remotes may have secrets
     with own.edit("local") as local:
         local.clear()

@@ -164,8 +164,10 @@ def _refuse_links(repo: Repo) -> None:
     behind a link out of the workspace it cannot record, and would say so only after a stage has run.
     """
     root = Path(repo.root_dir)
-    read = {Path(dep.fs_path) for stage in repo.index.stages if stage.cmd for dep in stage.deps}
-    inside = chain.from_iterable(path.rglob("*") for path in read if path.is_relative_to(root))
+    stages = [stage for stage in repo.index.stages if stage.cmd]
+    read = {path for stage in stages for dep in stage.deps if (path := Path(dep.fs_path)).is_relative_to(root)}
+    made = {path for stage in stages for out in stage.outs for path in (Path(out.fs_path), *Path(out.fs_path).parents)}
+    inside = chain(read - made, chain.from_iterable(path.rglob("*") for path in read))
     if linked := sorted(path for path in inside if path.is_symlink() and path.is_dir()):
         name, target = shlex.quote(str(linked[0].relative_to(root))), shlex.quote(str(linked[0].resolve()))
         raise WorkspaceUnusable(

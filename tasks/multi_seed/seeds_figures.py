@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -18,14 +19,17 @@ _NUMBERED = re.compile(r"(.+?)-?(\d+)")  # a task such as `mrpc-block-3` or `squ
 _FEWEST = 3  # tasks whose numbers are an axis
 
 
-def write_means(workspaces: Sequence[Path], folder: Path) -> None:
+def write_means(workspaces: Sequence[Path], parts: Iterable[str], folder: Path) -> None:
     """Draw into `folder` the mean over seeds of every plot that all `workspaces` have, one for each seed.
 
     Pictures of one model's weights have no mean: those of the first seed are copied.
+
+    Args:
+        parts: the study's `figures`; a workspace may also have those of an earlier study.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first, *others = workspaces
-    for file in sorted((first / FIGURES).glob("*/*")):
+    for file in chain.from_iterable(sorted((first / FIGURES / part).glob("*")) for part in parts):
         files = [file, *(other / file.relative_to(first) for other in others)]
         if file.suffix != ".json":
             if not file.with_suffix(".json").exists():

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.artifacts.limits import ROUNDING, within
 from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.config.schema import Goal
 from tasks.config.schema import Limits as Limits
 from tasks.config.schema import Promotion as Promotion
 
@@ -157,11 +158,29 @@ def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limit
     return Choice(nearest if passes else None, nearest, checked)
 
 
+class GoalOutcome(BaseModel):
+    """The result of a goal for a recipe, in reports/choice.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    goal: Goal
+    recipe: str
+    met: bool
+    candidate: str
+    """The candidate that meets the goal, or the nearest one."""
+    next_keep: float | None
+    """A keep that may come closer to the goal; null if none is worth a try."""
+
+
 class Chosen(BaseModel):
     """The choice in reports/choice.json, which the stage compare writes for programs that show a study."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    study: str
+    """Name of the study."""
+    goals: tuple[GoalOutcome, ...]
+    """The results of `study.goals` for all recipes."""
     candidate: str | None
     """The candidate that `eckart promote` takes; null if no candidate is within the limits."""
     non_inferior: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tasks.artifacts.results_schema import NEXT, Latency, Times
-from tasks.report.choose_candidate import Chosen
+from tasks.report.choose_candidate import Chosen, GoalOutcome
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
 from tasks.report.numbers import between, counted, score, size, times, times_between
@@ -38,6 +38,17 @@ def chosen(results: Results) -> Chosen:
     """Return the choice that the conclusion names, in the form of reports/choice.json."""
     choice, other = results.choice, alternative(results)
     return Chosen(
+        study=results.name,
+        goals=tuple(
+            GoalOutcome(
+                goal=found.goal,
+                recipe=found.recipe,
+                met=found.met,
+                candidate=found.candidate.name,
+                next_keep=None if found.closer is None else float(found.closer),
+            )
+            for found in goal_results(results)
+        ),
         candidate=choice.chosen,
         non_inferior=choice.chosen is not None and non_inferior(results, results.named(choice.chosen).after),
         alternative=other and other.name,

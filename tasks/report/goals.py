@@ -124,7 +124,7 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
 
     The two are the largest keep that meets the limit and the next larger one. If none meets it, they are the two
     smallest or, if these differ by chance alone, the smallest and 1. Return None if the line does not rise with the
-    keep, the two keeps are close already, or the result is too small.
+    keep, if the two keeps or the result and one that meets the limit are close, or if the result is too small.
     """
     keeps = sorted(amounts)
     if len(keeps) == 1:
@@ -134,10 +134,12 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
     if not within(amounts[low], limit) and amounts[high] <= amounts[low]:
         high = keeps[-1]
     slope = (amounts[high] - amounts[low]) / (high - low)
-    if slope <= 0 or (within(amounts[low], limit) and _close(low, high)):
+    if slope <= 0:
         return None
-    keep = low + (limit - amounts[low]) / slope
-    return min(keep, high) if keep >= _SMALLEST else None
+    keep = min(low + (limit - amounts[low]) / slope, high)
+    if within(amounts[low], limit) and _close(low, keep):  # sizes are steps, so the line might creep along one
+        return None
+    return keep if keep >= _SMALLEST else None
 
 
 def _close(low: float, high: float) -> bool:

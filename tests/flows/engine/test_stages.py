@@ -552,6 +552,12 @@ def test_a_linked_folder_among_the_inputs_is_refused_and_a_copy_is_not(workspace
     (workspace / "raw.txt/mine").symlink_to(shared)
     with pytest.raises(engine.WorkspaceUnusable, match=r"raw\.txt/mine .*link") as caught:
         engine.plan()
+    (workspace / "raw.txt").rename(tmp_path / "elsewhere")
+    (workspace / "raw.txt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(engine.WorkspaceUnusable, match=r"^raw\.txt .*link"):
+        engine.plan()
+    (workspace / "raw.txt").unlink()
+    (tmp_path / "elsewhere").rename(workspace / "raw.txt")
     (command,) = re.findall(r"`([^`]*)`", str(caught.value))
     call(workspace, "sh", "-c", command)
     call(workspace, "dvc", "add", "-q", "raw.txt")

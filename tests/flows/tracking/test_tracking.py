@@ -189,7 +189,7 @@ def test_the_parent_says_what_was_done_and_which_candidate_was_chosen(root: Path
         scores = {"validation": {"metric": validation}, "recovered": {"metric": test}}
         write(root, file, json.dumps(scores | {"target_parameters": int(100 * float(keep))}))
         mirror.record(outcome(f"evaluate@svd-{keep}", outs=(file,)))
-    chosen = Chosen(candidate="svd-0.3", non_inferior=False, alternative=None)
+    chosen = Chosen(study="s", goals=(), candidate="svd-0.3", non_inferior=False, alternative=None)
     write(root, str(CHOICE), chosen.model_dump_json())
     mirror.record(outcome("compare", outs=(str(CHOICE),)))
     mirror.finish(complete=True)

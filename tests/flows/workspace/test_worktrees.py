@@ -127,6 +127,13 @@ class TestWorkspaces:
         assert call(repository, "git", "status", "--porcelain") == ""
         assert call(folder, "git", "status", "--porcelain") == " M params.yaml\n"
 
+    def test_a_path_may_have_umlauts(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DVC writes ASCII into its settings."""
+        root = Path(shutil.copytree(made, tmp_path / "Jörgs Modelle", symlinks=True))
+        monkeypatch.chdir(root)
+        folder = prepare(toy(), 3)
+        assert call(folder, "dvc", "cache", "dir") == call(root, "dvc", "cache", "dir")
+
     def test_a_workspace_is_reused_at_the_new_commit_and_keeps_its_outputs(self, repository: Path) -> None:
         folder = prepare(toy(), 0)
         (folder / "reports").mkdir()

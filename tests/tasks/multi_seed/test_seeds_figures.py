@@ -24,7 +24,10 @@ def test_plots_of_all_seeds_are_averaged(tmp_path: Path, monkeypatch: pytest.Mon
         folder.mkdir(parents=True)
         for name in names:
             figures.write(plot(name, float(seed)), folder)
-    write_means([tmp_path / "0", tmp_path / "1"], tmp_path / "means")
+    earlier = tmp_path / "0" / figures.FIGURES / "weights"
+    earlier.mkdir()
+    figures.write(plot("of an earlier study", 0.0), earlier)
+    write_means([tmp_path / "0", tmp_path / "1"], ["results"], tmp_path / "means")
     assert sorted(file.name for file in (tmp_path / "means").iterdir()) == ["p.json", "p.png", "p.svg"]
     written = Plot.model_validate_json((tmp_path / "means/p.json").read_text())
     assert written.panels[""]["svd"].y == (0.5, 0.5)
@@ -37,7 +40,7 @@ def test_a_picture_of_weights_is_that_of_the_first_seed(tmp_path: Path) -> None:
         folder = tmp_path / str(seed) / figures.FIGURES / "weights"
         folder.mkdir(parents=True)
         figures.write(Pattern(name="pattern-0.25", title="t", panels={"svd": mask if seed else ~mask}), folder)
-    write_means([tmp_path / "0", tmp_path / "1"], tmp_path / "means")
+    write_means([tmp_path / "0", tmp_path / "1"], ["weights"], tmp_path / "means")
     for kind in ("png", "svg"):
         own = tmp_path / "0" / figures.FIGURES / f"weights/pattern-0.25.{kind}"
         assert (tmp_path / f"means/pattern-0.25.{kind}").read_bytes() == own.read_bytes()

@@ -30,6 +30,7 @@ from tasks.artifacts.paths import COMPARISON_PAGE, COMPARISON_PICTURE, COMPARISO
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping, target_names
 from tasks.report.card import card
+from tasks.report.choose_candidate import Chosen
 from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
 from tasks.runtime.stage_runner import StageError
@@ -624,7 +625,9 @@ def test_the_smallest_non_inferior_candidate_is_offered_beside_the_choice(worksp
     assert other.name == "svd-0.5"
     found = limited(largest_drop=0.004, keep=0.6)  # which is too large for a promotion
     assert conclusion.alternative(found) is None
-    assert conclusion.chosen(found).model_dump() == {"candidate": None, "non_inferior": False, "alternative": None}
+    assert conclusion.chosen(found) == Chosen(
+        study=found.name, goals=(), candidate=None, non_inferior=False, alternative=None
+    )
 
 
 def test_without_a_candidate_within_the_limits_the_nearest_is_named(workspace: Path) -> None:
