@@ -1,10 +1,11 @@
-"""Checks of a model that is to be compressed or saved: its weights are not quantized, and it has no adapters."""
+"""Checks of models: before compression, that they are neither quantized nor adapted; before saving, of quantization."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -44,16 +45,22 @@ def check_saved_weights(model: PreTrainedModel) -> None:
     """
     if _value(getattr(model.config, "quantization_config", None), "quantization") is not None:
         return  # transformers quantized it at load, and the config says so
-    for name, weight in model.named_parameters():
-        if tool := _quantizing(weight):
+    modules = [(name, part) for name, part in model.named_modules() if not _has_parameter(part)]
+    for name, part in (*modules, *model.named_parameters()):
+        if tool := _quantizing(part):
             raise ValueError(
                 f"{name} was quantized by {tool} in place, and a folder of such a model could not be loaded: save the "
                 "model before you quantize it, or load the saved folder with a quantization_config, and save that"
             )
 
 
+def _has_parameter(module: nn.Module) -> bool:
+    """Whether the weight of a module is a parameter, as it is while a tool trains before it quantizes."""
+    return isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
 def _quantizing(part: object) -> str | None:
-    """Return the package that quantizes, of which the class of a module or parameter is; None: there is none."""
+    """Return the quantizing package that the class of a module or parameter comes from, or None."""
     return next((tool for tool in _QUANTIZING if f"{type(part).__module__}.".startswith(f"{tool}.")), None)
 
 

@@ -72,7 +72,9 @@ def _chosen() -> Chosen:
     try:
         return Chosen.model_validate_json(require(CHOICE).read_text())
     except ValidationError as error:
-        raise EckartError(f"{CHOICE} is of another version of Eckart: `eckart run` writes it anew") from error
+        raise EckartError(
+            f"{CHOICE} cannot be read: it is damaged, or of another version of Eckart. `eckart run` writes it anew"
+        ) from error
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -103,15 +105,12 @@ def _candidate(row: Mapping[str, str], exported: Mapping[tuple[str, str], Mappin
 
 
 def _export(run: Mapping[str, str]) -> dict[str, Any]:
-    torch, same = (
-        next(column for column in run if column.endswith(f".{base}"))  # of the benchmark's first shape
-        for base in ("of_torch", "of_same")
-    )
+    shape = next(column for column in run if column.endswith(".of_torch")).removesuffix(".of_torch")  # the first
     return {
         "metric": float(run["metric"]),
         "bytes": int(run["bytes"]),
-        "speedup": _speedup(run, torch),
-        "speedup_in_runtime": _speedup(run, same),
+        "speedup": _speedup(run, f"{shape}.of_torch"),
+        "speedup_in_runtime": _speedup(run, f"{shape}.of_same"),
     }
 
 

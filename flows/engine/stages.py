@@ -165,9 +165,11 @@ def _refuse_links(repo: Repo) -> None:
     """
     root = Path(repo.root_dir)
     stages = [stage for stage in repo.index.stages if stage.cmd]
-    read = {path for stage in stages for dep in stage.deps if (path := Path(dep.fs_path)).is_relative_to(root)}
-    made = {path for stage in stages for out in stage.outs for path in (Path(out.fs_path), *Path(out.fs_path).parents)}
-    inside = chain(read - made, chain.from_iterable(path.rglob("*") for path in read))
+    deps = (Path(dep.fs_path) for stage in stages for dep in stage.deps)
+    outs = [Path(out.fs_path) for stage in stages for out in stage.outs]
+    read = {path for path in deps if path.is_relative_to(root)}
+    given = read - {path for out in outs for path in (out, *out.parents)}  # of the others, the message is below
+    inside = chain(given, chain.from_iterable(path.rglob("*") for path in read))
     if linked := sorted(path for path in inside if path.is_symlink() and path.is_dir()):
         name, target = shlex.quote(str(linked[0].relative_to(root))), shlex.quote(str(linked[0].resolve()))
         raise WorkspaceUnusable(

@@ -86,16 +86,21 @@ def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
         words: whether each text is a list of words.
 
     Raises:
-        MlflowException: the first column of a task on single texts is named, but not `text`; or a text is missing.
+        MlflowException: the first column of a task on single texts is named, but not `text`; a text is missing; or
+            there are more texts than text pairs, or fewer.
     """
     rows = given.rename(columns={0: "text"})
     if "text" not in rows:
         raise MlflowException.invalid_parameter_value(
             f"the first column is {rows.columns[0]!r}: give a string, a list of strings, or a column text"
         )
-    if not words and len(rows) == 1 and not any(isinstance(value, Mapping) for value in rows.iloc[0]):
-        rows = rows.explode(list(rows), ignore_index=True)
-    for column in {"text", "text_pair"} & {*rows}:
+    columns = [column for column in ("text", "text_pair") if column in rows]
+    if not words and len(rows) == 1 and not any(isinstance(value, Mapping) for value in rows[columns].iloc[0]):
+        try:
+            rows = rows.explode(columns, ignore_index=True)
+        except ValueError as error:
+            raise MlflowException.invalid_parameter_value("text and text_pair are not as many") from error
+    for column in columns:
         for number, value in enumerate(rows[column]):
             parts = value if words and pd.api.types.is_list_like(value) else [value]
             if isinstance(value, Mapping) or not all(isinstance(part, str) for part in parts):

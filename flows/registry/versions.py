@@ -92,6 +92,7 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
     database.check()
     registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
+        # Only now: while another thread had its turn, it was set to that one's.
         users = os.environ.get("MLFLOW_TRACKING_URI")
         # The processes in which `ask` loads versions inherit this URI.
         mlflow.set_tracking_uri(_absolute(database.address()))
@@ -338,8 +339,8 @@ class Registry:
         # Mark before the move: if this process is killed between the two, the next promotion must not promote the
         # marked version again.
         self.mark(champion.version, {ROLLED_BACK: clock()})
-        self._move(before)
         self._conclude(champion.version, f"Rolled back at {clock()}, to version {before}.")
+        self._move(before)
         return str(champion.version), before
 
     def _confirm(self, number: str) -> bool:

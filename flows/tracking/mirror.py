@@ -302,8 +302,7 @@ class Mirror:
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
         others = {name: value for name, value in _numbers(shared).items() if not name.startswith("dense.control.")}
         run, own = self._children[candidate], _points(_numbers(outcomes))
-        for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
-            self._log_curve(candidate, Path(path))
+        self._log_curves(candidate, outcomes)
         self.client.log_batch(
             run,
             metrics=[*own, *_points({**others, **self._columns(_numbers(outcomes), others)})],
@@ -313,6 +312,11 @@ class Mirror:
         self.client.log_inputs(run, _datasets([*shared, *outcomes]))
         self.client.set_terminated(run, "FINISHED")
         return own
+
+    def _log_curves(self, candidate: str, outcomes: Sequence[Outcome]) -> None:
+        """Log the points that MLflow lacks: `following` logs those of stages that run here."""
+        for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
+            self._log_curve(candidate, Path(path))
 
     def _log_times(self, candidate: str) -> None:
         """In the candidate's run, log the times that the stage `benchmark` measured, unless they are already there.
@@ -338,10 +342,7 @@ class Mirror:
             if candidate not in self.lineage:
                 self.client.set_terminated(run, "FAILED")
         outcomes = list(self._outcomes.values())
-        for outcome in outcomes:  # of a teacher or control that was not trained in this flow, too
-            for path in outcome.outs if not candidate_of(outcome.stage) else ():
-                if path.endswith(".jsonl"):
-                    self._log_curve("", Path(path))
+        self._log_curves("", [outcome for outcome in outcomes if not candidate_of(outcome.stage)])
         counts = Counter(outcome.status.lower() for outcome in outcomes)
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
         dense = _numbers([outcome for outcome in outcomes if outcome.stage in ("dense", "export_dense")])

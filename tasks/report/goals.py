@@ -124,7 +124,9 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
 
     The two are the largest keep that meets the limit and the next larger one. If none meets it, they are the two
     smallest or, if these differ by chance alone, the smallest and 1. Return None if the line does not rise with the
-    keep, if the two keeps or the result and one that meets the limit are close, or if the result is too small.
+    keep, the two keeps are close already, or the result is too small.
+
+    Ranks are whole numbers, so sizes are steps, and the line would creep along one. On a step, return the midpoint.
     """
     keeps = sorted(amounts)
     if len(keeps) == 1:
@@ -134,11 +136,11 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
     if not within(amounts[low], limit) and amounts[high] <= amounts[low]:
         high = keeps[-1]
     slope = (amounts[high] - amounts[low]) / (high - low)
-    if slope <= 0:
+    if slope <= 0 or (within(amounts[low], limit) and _close(low, high)):
         return None
     keep = min(low + (limit - amounts[low]) / slope, high)
-    if within(amounts[low], limit) and _close(low, keep):  # sizes are steps, so the line might creep along one
-        return None
+    if _close(low, keep) and amounts[low] in [amounts[smaller] for smaller in keeps if smaller < low]:
+        keep = (low + high) / 2
     return keep if keep >= _SMALLEST else None
 
 

@@ -276,7 +276,7 @@ def legend(results: Results, mark: str) -> list[str]:
 
 def notes(results: Results) -> list[str]:
     """Return notes on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
-    sentences = [f"The {TRIVIAL_NAME} is {kind_of(results.task).trivial_answer}."]
+    sentences = [f"The answer of the {TRIVIAL_NAME}: {kind_of(results.task).trivial_answer}."]
     sentences += filter(None, [results.census.warning])
     sentences += [f"Calibration: {warning}." for warning in results.calibration_warnings]
     decisions = {each.name: each.decision for each in results.candidates if each.decision.reached}

@@ -92,7 +92,12 @@ def test_a_tool_quantizes_every_factor(quantize: Any, bits: int, compressed: Pre
     assert factorized(found) == factorized(compressed)
 
 
-@pytest.mark.parametrize("quantize", [torchao, quanto])
+def dynamic(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    quantized: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    return quantized
+
+
+@pytest.mark.parametrize("quantize", [torchao, quanto, hqq, dynamic])
 def test_a_model_that_was_quantized_in_place_is_not_saved(
     quantize: Any, compressed: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -269,6 +269,14 @@ def test_the_rows_of_several_texts_are_not_taken_apart(tmp_path: Path) -> None:
     assert len(ask(served, pd.DataFrame({"text": [["the plot", "is dull"]]}))) == 2
     with pytest.raises(MlflowException, match=r"row 0: text is .*, which is no text"):
         ask(served, pd.DataFrame({"text": [["the plot", "is dull"], ["the cast"]]}))
+    assert len(ask(served, pd.DataFrame({"text": [["the plot", "is dull"]], "other": [{"a": 1}]}))) == 2
+
+
+def test_pairs_of_unequal_lists_are_refused(tmp_path: Path) -> None:
+    case = CASES["question_answering"]
+    given = pd.DataFrame({"text": [["what", "who"]], "text_pair": [["the plot"]]})
+    with pytest.raises(MlflowException, match="text_pair"):
+        ask(loaded(write(tmp_path, case.model(), case.tokenizer()), case.task), given)
 
 
 @pytest.mark.parametrize("name", ["language_modeling", "language_modeling by an LSTM"])
@@ -383,8 +391,9 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     result = asking.ask(str(tmp_path / "saved"), rows)
     assert result == ask(loaded(files, case.task), rows).to_dict("records")
     assert None in result[1]["tags"]
-    with pytest.raises(MlflowException, match=r"row 0: text is .*None.*, which is no text"):
-        asking.ask(str(tmp_path / "saved"), pd.DataFrame({"text": [["the", None]]}))
+    for no_word in (None, 3):
+        with pytest.raises(MlflowException, match=rf"row 0: text is .*{no_word}.*, which is no text"):
+            asking.ask(str(tmp_path / "saved"), pd.DataFrame({"text": [["the", no_word]]}))
 
 
 def test_mlflow_scores_a_regression(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

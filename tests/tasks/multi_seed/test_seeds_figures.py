@@ -24,9 +24,9 @@ def test_plots_of_all_seeds_are_averaged(tmp_path: Path, monkeypatch: pytest.Mon
         folder.mkdir(parents=True)
         for name in names:
             figures.write(plot(name, float(seed)), folder)
-    earlier = tmp_path / "0" / figures.FIGURES / "weights"
-    earlier.mkdir()
-    figures.write(plot("of an earlier study", 0.0), earlier)
+        earlier = tmp_path / str(seed) / figures.FIGURES / "weights"
+        earlier.mkdir()
+        figures.write(plot("of an earlier study", 0.0), earlier)
     write_means([tmp_path / "0", tmp_path / "1"], ["results"], tmp_path / "means")
     assert sorted(file.name for file in (tmp_path / "means").iterdir()) == ["p.json", "p.png", "p.svg"]
     written = Plot.model_validate_json((tmp_path / "means/p.json").read_text())

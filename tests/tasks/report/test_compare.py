@@ -935,6 +935,11 @@ def test_the_file_to_ship_is_the_smallest_that_is_good_enough_by_its_own_metric(
         assert speed.value in line.cells["speed, 8 × 16"].below + line.cells["speed, 8 × 16"].value
         compare.compare()
         assert f"<code>{ship.path}</code>" in page()
+    assert "slower" not in " ".join(conclusion.conclusion(found))
+    latency = json.loads(Path("reports/benchmark.json").read_text())
+    latency["kfac-0.5"]["latency"]["candidate"]["int8"]["8x16"]["of_same"] = {"median": 0.92, "low": 0.75, "high": 0.94}
+    write("reports/benchmark.json", latency)
+    assert "(0.75 to 0.94: slower)" in " ".join(conclusion.conclusion(limited(largest_drop=0.2)))
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
