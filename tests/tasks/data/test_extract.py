@@ -484,6 +484,13 @@ def test_a_class_of_the_test_that_train_has_not_is_named() -> None:
     assert "positive" not in message
 
 
+def test_classes_that_are_probably_one_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    extracted(write(rows(["pos", "neg", "Pos ", "1", "1.0"] * 8)))
+    assert load_task().labels == ("1", "1.0", "Pos ", "neg", "pos")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert ["['1', '1.0']" in warnings[0], "['Pos ', 'pos']" in warnings[1], len(warnings)] == [True, True, 2]
+
+
 @pytest.mark.parametrize("source", ["rows.csv", "data/raw/../rows.csv", "data", "../other/rows.csv"])
 def test_a_source_outside_data_raw_is_refused(source: str) -> None:
     """DVC watches data/raw alone, and would not see it change."""
