@@ -10,9 +10,10 @@ import datasets
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, TEXTS, Task
 from tasks.config.schema import Data, Name, Text, section
 from tasks.data.calibration_texts import read_calibration_texts
+from tasks.data.label_encoding import alike
 from tasks.data.reading import load_source, load_text
 from tasks.data.splitting import split_and_convert
-from tasks.runtime.stage_runner import output, run, say
+from tasks.runtime.stage_runner import output, run, say, warn
 
 
 def extract() -> None:
@@ -21,6 +22,8 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
+    for names in alike(labels):
+        warn(f"classes differ only in case, spaces or .0: {names}. If they are one, spell them alike")
     texts = {name: load_text(name, text, params) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
     calibration_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
@@ -29,11 +32,11 @@ def extract() -> None:
             say(f"{name}: {len(frame)} examples")
         (folder / TEXTS).write_text(json.dumps(texts))
         (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
-        names = (
+        keys = (
             *("metric", "max_length", "target_length", "generation", "prefix"),
             *("stride", "seed", "separator", "calibration_blocks", "first", "pooling"),
         )
-        settings = {name: getattr(params, name) for name in names}
+        settings = {name: getattr(params, name) for name in keys}
         sizes = {**params.sizes.model_dump(), "train": params.sizes.train or sys.maxsize}
         task = Task(kind=params.task, labels=labels, sizes=sizes, **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))

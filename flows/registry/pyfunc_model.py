@@ -99,7 +99,9 @@ def _rows(given: pd.DataFrame, words: bool) -> pd.DataFrame:
         try:
             rows = rows.explode(columns, ignore_index=True)
         except ValueError as error:
-            raise MlflowException.invalid_parameter_value("text and text_pair are not as many") from error
+            raise MlflowException.invalid_parameter_value(
+                "text and text_pair have different numbers of texts"
+            ) from error
     for column in columns:
         for number, value in enumerate(rows[column]):
             parts = value if words and pd.api.types.is_list_like(value) else [value]

@@ -9,7 +9,6 @@ import pandas as pd
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
-from tasks.runtime.stage_runner import warn
 
 if TYPE_CHECKING:
     from tasks.config.schema import Data
@@ -24,11 +23,6 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
         StageError: train has a single class, or a split has a class without an id.
     """
     classes = _classes(labels["train"], params)
-    for alike in _alike(classes):
-        warn(
-            f"column {params.columns.label} has classes that differ only in case, spaces or .0: {alike}. If they are "
-            "one, spell them alike"
-        )
     if len(classes) < 2:
         found = f"only the class {classes[0]!r}" if classes else "no label"
         raise StageError(f"column {params.columns.label} has {found}: training needs at least two")
@@ -42,11 +36,11 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
     return ids
 
 
-def _alike(classes: Sequence[Any]) -> list[list[Any]]:
+def alike(classes: Sequence[str]) -> list[list[str]]:
     """Return the classes that are equal but for case, spaces around them and `.0` at the end, equal ones together."""
-    groups: dict[str, list[Any]] = {}
+    groups: dict[str, list[str]] = {}
     for label in classes:
-        groups.setdefault(str(label).strip().casefold().removesuffix(".0"), []).append(label)
+        groups.setdefault(label.strip().casefold().removesuffix(".0"), []).append(label)
     return [labels for labels in groups.values() if len(labels) > 1]
 
 
