@@ -22,8 +22,8 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     splits, labels = split_and_convert(load_source(params), params)
-    for names in alike(labels):
-        warn(f"classes differ only in case, spaces or .0: {names}. If they are one, spell them alike")
+    for classes in alike(labels):
+        warn(f"classes differ only in case, spaces or .0: {classes}. If they are one, spell them alike")
     texts = {name: load_text(name, text, params) for name, text in section("evaluate.texts", dict[Name, Text]).items()}
     calibration_texts = read_calibration_texts(params)
     with output(SPLITS) as folder:
@@ -32,11 +32,11 @@ def extract() -> None:
             say(f"{name}: {len(frame)} examples")
         (folder / TEXTS).write_text(json.dumps(texts))
         (folder / CALIBRATION_TEXTS).write_text(json.dumps(calibration_texts))
-        keys = (
+        names = (
             *("metric", "max_length", "target_length", "generation", "prefix"),
             *("stride", "seed", "separator", "calibration_blocks", "first", "pooling"),
         )
-        settings = {name: getattr(params, name) for name in keys}
+        settings = {name: getattr(params, name) for name in names}
         sizes = {**params.sizes.model_dump(), "train": params.sizes.train or sys.maxsize}
         task = Task(kind=params.task, labels=labels, sizes=sizes, **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))

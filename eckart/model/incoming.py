@@ -38,25 +38,20 @@ def check_base(model: PreTrainedModel) -> None:
 def check_saved_weights(model: PreTrainedModel) -> None:
     """Check that no tool has quantized weights of a compressed model in place, since no folder of it could be loaded.
 
-    What a tool trains before it quantizes is plain weights, which are saved.
+    Weights that a tool trains before it quantizes them are plain, and are saved.
 
     Raises:
         ValueError: a tool has; the message says what to do.
     """
     if _value(getattr(model.config, "quantization_config", None), "quantization") is not None:
         return  # transformers quantized it at load, and the config says so
-    modules = [(name, part) for name, part in model.named_modules() if not _has_parameter(part)]
-    for name, part in (*modules, *model.named_parameters()):
-        if tool := _quantizing(part):
+    for name, part in (*model.named_modules(), *model.named_parameters()):
+        # if the weight of a tool's module is a parameter, that says whether it is quantized
+        if (tool := _quantizing(part)) and not isinstance(getattr(part, "weight", None), nn.Parameter):
             raise ValueError(
                 f"{name} was quantized by {tool} in place, and a folder of such a model could not be loaded: save the "
                 "model before you quantize it, or load the saved folder with a quantization_config, and save that"
             )
-
-
-def _has_parameter(module: nn.Module) -> bool:
-    """Whether the weight of a module is a parameter, as it is while a tool trains before it quantizes."""
-    return isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def _quantizing(part: object) -> str | None:
