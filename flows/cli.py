@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -34,13 +33,10 @@ from tasks.artifacts.paths import COMPARISON_TEXT
 from tasks.nlp_tasks import TaskName
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from flows.engine.stages import Outcome
     from flows.engine.verify import Findings
     from flows.gc.kind import Kind
     from flows.workspace.reproduce import ComparedFile
-    from tasks.multi_seed.study_file import StudyFile
     from tasks.report.choose_candidate import Gate
 
 
@@ -54,9 +50,9 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands panel by panel, so that `--help` reads in the order of the work."""
-        panels = [_panel(self.commands[name]) for name in super().list_commands(ctx)]
-        names = zip(super().list_commands(ctx), panels, strict=True)
-        return [name for name, _ in sorted(names, key=lambda pair: get_args(Panel).index(pair[1]))]
+        commands: Mapping[str, Any] = self.commands
+        panels = get_args(Panel)
+        return sorted(super().list_commands(ctx), key=lambda name: panels.index(commands[name].rich_help_panel))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -68,10 +64,6 @@ class _Commands(TyperGroup):
             if not error.filename:
                 raise
             sys.exit(redaction.redact(f"{error}. Fix that and run again: finished stages are kept"))
-
-
-def _panel(command: Any) -> str:
-    return str(command.rich_help_panel)
 
 
 Workers = Annotated[
@@ -493,65 +485,23 @@ def other_study(
             f"--figures {figures}: add `figures: {{results, weights}}` to `study` in {file}, or one of them"
         )
     multi_seed.check_committed(studies[0])
-    ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
+    ran, results, pairs, failed = multi_seed.run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
         metrics = {study.task: study.metric for study in studies}
         print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
-        command = _same_command(studies[0].path, seed or (), task or (), table)
+        command = multi_seed.same_command(studies[0].path, seed or (), task or (), table)
         rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
         print(f"Written to {', '.join(map(str, written))}.")
     if figures and not failed:
-        _draw(figures, ran, results)
+        multi_seed.draw(figures, ran, results)
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         unit = "runs" if studies[0].task else "seeds"
         missing = f"\n{table} was not written, because {unit} are missing." if table else ""
         count = sum(len(study.seeds) for study in studies)
         raise EckartError(f"{len(failed)} of {count} {unit} failed; run again to resume them:{causes}{missing}")
-
-
-def _draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | None, pd.DataFrame]) -> None:
-    """Draw the means over the seeds of each task, and scores over numbered tasks, into `folder`."""
-    from flows import multi_seed
-    from tasks.figures import write
-    from tasks.multi_seed import seeds_figures
-
-    for study in studies:
-        workspaces = [multi_seed.folder_of(study, seed) for seed in study.seeds]
-        seeds_figures.write_means(workspaces, study.params["study"]["figures"], folder / (study.task or ""))
-    for plot in seeds_figures.over_tasks(results):
-        write(plot, folder)
-    print(f"Figures are in {folder}.")
-
-
-def _run_tasks(
-    studies: Sequence[StudyFile], options: Options
-) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """Run the studies (one for each task), and print the results of each as soon as its seeds have run.
-
-    Returns:
-        Four values: the studies with the variants that their trials chose; task → results; task → differences between
-        pairs of candidates; name of a failed run (task and seed) → cause.
-    """
-    from flows import multi_seed
-    from tasks.multi_seed import seeds_table
-
-    ran: list[StudyFile] = []
-    results: dict[str | None, pd.DataFrame] = {}
-    pairs: dict[str | None, pd.DataFrame] = {}
-    failed: dict[str, str] = {}
-    for study in studies:
-        chosen, causes = multi_seed.run_all(study, options)
-        ran.append(chosen)
-        place = f"task {study.task}, " if study.task else ""
-        failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: multi_seed.folder_of(study, seed) for seed in study.seeds if seed not in causes}
-        if finished:
-            results[study.task], pairs[study.task] = seeds_table.collect(finished)
-            print(seeds_table.to_text(seeds_table.cells(results[study.task])), flush=True)
-    return ran, results, pairs, failed
 
 
 @_command("Ship", "eckart promote", "eckart promote kfac-0.33", "eckart promote --rollback")
@@ -614,14 +564,6 @@ def _print_gates(gates: Sequence[Gate]) -> None:
         for gate in gates:
             table.add_row(*gate.row)
         Console().print(table)
-
-
-def _same_command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
-    """Return the command that anyone can run in the root of a clone to write the table again."""
-    options = [*(("--task", task) for task in tasks), *(("--seed", str(seed)) for seed in seeds)]
-    if table.resolve().is_relative_to(Path.cwd()):
-        options.append(("--table", str(table.resolve().relative_to(Path.cwd()))))
-    return shlex.join(["eckart", "study", str(file), *chain.from_iterable(options)])
 
 
 @_command(

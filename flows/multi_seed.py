@@ -1,14 +1,18 @@
-"""Run the seeds and trials of a multi-seed study one after the other, each in its own workspace."""
+"""Run the tasks, seeds and trials of a multi-seed study one after the other, each in its own workspace."""
 
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+import pandas as pd
 from ruamel.yaml import YAML
 
 from flows.engine import supervisor
@@ -17,7 +21,8 @@ from flows.engine.stage_processes import terminable
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 from tasks.config.schema import PARAMS
-from tasks.multi_seed import trials
+from tasks.figures import write
+from tasks.multi_seed import seeds_figures, seeds_table, trials
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials
 
@@ -36,6 +41,31 @@ def check_committed(study: StudyFile) -> None:
     if not worktrees.git(Path(), "ls-files", "--", file):  # `edited` does not find a file that git ignores
         edited.add(file)
     worktrees.refuse(edited, "A study runs")
+
+
+def run_tasks(
+    studies: Sequence[StudyFile], options: Options
+) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
+    """Run the studies (one for each task), and print the results of each as soon as its seeds have run.
+
+    Returns:
+        Four values: the studies with the variants that their trials chose; task → results; task → differences between
+        pairs of candidates; name of a failed run (task and seed) → cause.
+    """
+    ran: list[StudyFile] = []
+    results: dict[str | None, pd.DataFrame] = {}
+    pairs: dict[str | None, pd.DataFrame] = {}
+    failed: dict[str, str] = {}
+    for study in studies:
+        chosen, causes = run_all(study, options)
+        ran.append(chosen)
+        place = f"task {study.task}, " if study.task else ""
+        failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
+        finished = {seed: folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        if finished:
+            results[study.task], pairs[study.task] = seeds_table.collect(finished)
+            print(seeds_table.to_text(seeds_table.cells(results[study.task])), flush=True)
+    return ran, results, pairs, failed
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
@@ -129,3 +159,21 @@ def _tracking(experiment: str) -> str:
     except Exception as error:  # whatever fails in MLflow must not stop the study
         log.warning("MLflow cannot be used: %s", error)
     return database.address()
+
+
+def draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | None, pd.DataFrame]) -> None:
+    """Draw the means over the seeds of each task, and scores over numbered tasks, into `folder`."""
+    for study in studies:
+        workspaces = [folder_of(study, seed) for seed in study.seeds]
+        seeds_figures.write_means(workspaces, study.params["study"]["figures"], folder / (study.task or ""))
+    for plot in seeds_figures.over_tasks(results):
+        write(plot, folder)
+    print(f"Figures are in {folder}.")
+
+
+def same_command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
+    """Return the command that anyone can run in the root of a clone to write the table again."""
+    options = [*(("--task", task) for task in tasks), *(("--seed", str(seed)) for seed in seeds)]
+    if table.resolve().is_relative_to(Path.cwd()):
+        options.append(("--table", str(table.resolve().relative_to(Path.cwd()))))
+    return shlex.join(["eckart", "study", str(file), *chain.from_iterable(options)])

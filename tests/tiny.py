@@ -23,7 +23,7 @@ from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batc
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting
-from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, replace, set_weight
+from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.mamba import MambaConfig, MambaForSequenceClassification
 from eckart.model.probing import NO_WORDS
@@ -219,7 +219,7 @@ def narrow(model: PreTrainedModel, widths: Sequence[int]) -> PreTrainedModel:
             set_weight(narrowed, weight)
             if narrowed.bias is not None:
                 narrowed.bias.data.copy_(layer.get_parameter("bias").detach()[: len(narrowed.bias)])
-            replace(model, name, narrowed)
+            model.set_submodule(name, narrowed)
     return model.eval()
 
 

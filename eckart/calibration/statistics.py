@@ -129,7 +129,7 @@ class _Stopped(Exception):
 class _EarlyStop:
     """Context for one forward pass at a time; it ends before the target `then` if none of `modules` runs after `then`.
 
-    The first one runs to its end to find this out.
+    The first forward pass runs to its end, to see whether any of them does.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:

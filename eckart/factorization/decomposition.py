@@ -28,7 +28,7 @@ from eckart.calibration.statistics import Statistics
 from eckart.factorization.neuron_selection import of_features
 from eckart.factorization.weighted_svd import Decomposition, decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting, exact_dtype, weigh
-from eckart.model.layers import head_rows_like, present, replace, set_weight
+from eckart.model.layers import head_rows_like, present, set_weight
 from eckart.model.targets import Product, Target, weight_of
 
 
@@ -118,7 +118,7 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
         layer.factor.weight.copy_(_mixed(mix, weight_of(module)))
         if layer.bias is not None:
             layer.bias.copy_(_mixed(mix, module.get_parameter("bias").unsqueeze(1)).squeeze(1))
-        replace(model, target.name, layer)
+        model.set_submodule(target.name, layer)
 
 
 @torch.no_grad()

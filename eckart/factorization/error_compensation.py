@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.weightings import exact_dtype
 from eckart.model.experts import sharing_copy
-from eckart.model.layers import present, replace, replaced, set_weight
+from eckart.model.layers import present, replaced, set_weight
 from eckart.model.targets import Target, weight_of
 
 
@@ -96,13 +96,13 @@ class DenseModules:
             name = layer.routed_by or layer.name
             self.modules[name] = self.model.get_submodule(name)
             if layer.routed_by:
-                replace(self.model, name, sharing_copy(self.modules[name]))
+                self.model.set_submodule(name, sharing_copy(self.modules[name]))
 
     def keep_blocks(self, names: Iterable[str]) -> None:
         """Store the modules `names` with all that they contain, and put copies in their place."""
         for name in names:
             self.modules[name] = self.model.get_submodule(name)
-            replace(self.model, name, deepcopy(self.modules[name]))
+            self.model.set_submodule(name, deepcopy(self.modules[name]))
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -126,4 +126,4 @@ def anchor_targets(
         inputs, dense_inputs = (statistics[kind][layer.input_of] for kind in ("inputs", "dense_inputs"))
         sum_errors = statistics.get("sum_errors", {}).get(layer.name)
         set_weight(module, anchored(weight_of(module), inputs, dense_inputs, anchor, ridge, sum_errors=sum_errors))
-        replace(model, layer.name, module)
+        model.set_submodule(layer.name, module)

@@ -18,7 +18,7 @@ from eckart.calibration.statistics import Statistics
 from eckart.factorization.error_compensation import anchored
 from eckart.factorization.neuron_selection import fitted
 from eckart.factorization.weightings import Weighting, weigh
-from eckart.model.layers import narrowed_like, present, replace, set_weight
+from eckart.model.layers import narrowed_like, present, set_weight
 from eckart.model.mlps import Widths, narrowed
 from eckart.model.targets import Target, weight_of
 
@@ -77,7 +77,7 @@ class Narrowing:
             bias = module.get_parameter("bias").detach()
             with torch.no_grad():
                 layer.bias.copy_(bias if name == down else bias[kept])
-        replace(self.model, name, layer)
+        self.model.set_submodule(name, layer)
 
     def kept(self, name: str) -> Tensor | None:
         """Return the outputs of the layer `name`, or inputs of a down layer, that stay; None if it is not narrowed."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.factorization.weightings import exact_dtype, fast_device
-from eckart.model.layers import low_rank_layers, matrix_of, pivoted_like, replace, tied_heads
+from eckart.model.layers import low_rank_layers, matrix_of, pivoted_like, tied_heads
 
 _LARGEST = 1.05  # largest coefficient of a direction; the closer to 1, the more pivots have to be exchanged
 
@@ -52,7 +52,7 @@ def pivot(model: PreTrainedModel) -> None:
             stored.places.copy_(places)
             if stored.bias is not None and layer.bias is not None:
                 stored.bias.copy_(layer.bias)
-        replace(model, name, stored)
+        model.set_submodule(name, stored)
 
 
 def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,7 +48,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch, Loss, batch_size
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
-from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like, replace
+from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
 from eckart.model.module_context import frozen, hooked
 from eckart.model.targets import Product, Target, in_router
 from eckart.training.learning_rate import Schedule, share_of_peak
@@ -425,7 +425,7 @@ def restore(
         for layer in target.layers:
             module, shape = model.get_submodule(layer.name), narrowed_shape(layer.name)
             module = narrowed_like(module, *shape) if shape else module
-            replace(model, layer.name, _like(module, target, ranks[target.name]))
+            model.set_submodule(layer.name, _like(module, target, ranks[target.name]))
     for tensors in saved:
         model.load_state_dict(tensors, strict=False)
     return [*plan[start:]]

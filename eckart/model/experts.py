@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.model.layers import LowRankLayer, replace
+from eckart.model.layers import LowRankLayer
 
 if TYPE_CHECKING:
     from eckart.model.targets import Target
@@ -167,7 +167,7 @@ def unfuse(model: PreTrainedModel, targets: Iterable[Target] | None = None) -> N
     names = None if targets is None else {target.routed_by for target in targets}
     for name, module in _fused(model, names):
         if _computes_alike(module, experts := Experts(module)):
-            replace(model, name, experts)
+            model.set_submodule(name, experts)
 
 
 def unfused(model: PreTrainedModel) -> PreTrainedModel:
@@ -177,7 +177,7 @@ def unfused(model: PreTrainedModel) -> PreTrainedModel:
     same = sharing_copy(model)
     for name, module in _fused(same):
         if _computes_alike(module, experts := Experts(module, share=True)):
-            replace(same, name, experts)
+            same.set_submodule(name, experts)
     return same
 
 
@@ -196,12 +196,12 @@ def fuse(model: PreTrainedModel) -> None:
     for name in unfused_experts(model):
         experts = model.get_submodule(name)
         assert isinstance(experts, Experts)
-        replace(model, name, experts.fused())
+        model.set_submodule(name, experts.fused())
 
 
 def unfuse_like(model: PreTrainedModel, name: str) -> None:
     """Replace the fused experts `name` by `Experts` without values, for weights that are loaded later."""
-    replace(model, name, Experts(model.get_submodule(name), share=True))
+    model.set_submodule(name, Experts(model.get_submodule(name), share=True))
 
 
 def unfused_experts(model: nn.Module) -> list[str]:

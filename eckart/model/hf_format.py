@@ -21,16 +21,15 @@ import copy
 import json
 import os
 import re
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -49,7 +48,6 @@ from transformers.quantizers import (
     register_quantization_config,
     register_quantizer,
 )
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
@@ -65,12 +63,10 @@ from eckart.model.layers import (
     narrowed_shapes,
     pivoted,
     pivoted_like,
-    replace,
     residual_rows,
     tie_head,
     tied_heads,
 )
-from eckart.model.module_context import eval_mode
 
 NEEDED = "factorized: install or update the Python package eckart, and `import eckart` before you load this model"
 """Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""
@@ -193,10 +189,10 @@ class EckartQuantizer(HfQuantizer):
         names = dict(model.named_modules(remove_duplicate=False))
         for name, (rows, columns) in self.quantization_config.narrowed.items():
             if (place := _name_here(model, name, names)) is not None:
-                replace(model, place, narrowed_like(model.get_submodule(place), rows, columns))
+                model.set_submodule(place, narrowed_like(model.get_submodule(place), rows, columns))
         for name in self.quantization_config.ranks:
             if (place := _name_here(model, name, names)) is not None:
-                replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
+                model.set_submodule(place, self.quantization_config.layer(name, model.get_submodule(place)))
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
@@ -412,8 +408,8 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         raise NotADirectoryError(f"{folder} is a file: name a folder")
     # not in save_pretrained, which also writes the checkpoints of a training with such factors
     for name, layer in model.named_modules():
-        if isinstance(layer, LowRankLayer) and (computed := _computed_weights(layer)):
-            raise ValueError(f"{name}.{computed[0]} {_COMPUTED}")
+        if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):
+            raise ValueError(f"{name}.{computed[0]} {COMPUTED}")
     describe(model)
     model.save_pretrained(folder)
 
@@ -517,80 +513,13 @@ _OF_FORMAT = ("quantization_config", "transformers_weights")
 _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
 
 
-_COMPUTED = "computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
+COMPUTED = "computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
 
 
-def _computed_weights(model: nn.Module) -> list[str]:
+def computed_weights(model: nn.Module) -> list[str]:
     """Return the names of the modules whose weight is computed from other tensors, such as a mask."""
     modules = model.named_modules()
     return [name for name, part in modules if is_parametrized(part) or hasattr(part, "weight_orig")]
-
-
-def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Check that `model` gives the same outputs for `batch` after it is saved and loaded again.
-
-    Raises:
-        ValueError: the model cannot be saved, loaded or run after that, or the loaded model's outputs differ.
-    """
-    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, ExitStack() as at_exit:
-        if is_progress_bar_enabled():
-            disable_progress_bar()
-            at_exit.callback(enable_progress_bar)
-        try:
-            save(model, Path(folder))
-            loaded: Any = type(model).from_pretrained(
-                folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False
-            )
-            for name, part in model.named_modules():
-                if isinstance(part, PreTrainedModel):  # attentions differ in the outputs at padding
-                    loaded.get_submodule(name).config._attn_implementation = part.config._attn_implementation
-            loaded.to(model.device)
-            change, exact = _change(model, loaded, batch), model.dtype in (torch.float32, torch.float64)
-            dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers()}
-            if change <= _ROUNDING[exact]:
-                return
-            # Where rounding sends a token to another expert, the outputs in bfloat16 may differ by more.
-            if not exact and _change(copy.deepcopy(model).float(), loaded.float(), batch) <= _ROUNDING[True]:
-                return
-        except Exception as error:  # the type of the error depends on the model family
-            raise ValueError(
-                f"a compressed {type(model).__name__} cannot be saved, loaded and run: {error}. To get it anyway, give "
-                "check=False"
-            ) from error
-    cast = [name for name, buffer in model.named_buffers() if dtypes.get(name, buffer.dtype) != buffer.dtype]
-    cause = "its state_dict does not hold all that it computes with"
-    computed, again = _computed_weights(model), _computed_weights(loaded)
-    if (name := next((name for name in computed if name not in again), None)) is not None:
-        cause = f"{name} {_COMPUTED}"
-    if cast:
-        cause = f"{cast[0]} was cast; load the model with dtype={model.dtype}"
-    raise ValueError(
-        f"the outputs of a compressed {type(model).__name__} change by {change:.1%} when it is saved and loaded: "
-        f"{cause}. To get it anyway, give check=False"
-    )
-
-
-_ROUNDING = {True: 1e-3, False: 5e-2}
-"""Whether a model is in float32 or float64 → largest relative change of its outputs that counts as rounding."""
-
-
-def _change(model: PreTrainedModel, loaded: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
-    """Return the largest relative difference between the outputs of two models for `batch`."""
-    with eval_mode(model), eval_mode(loaded):
-        pairs = zip(_outputs(model, batch), _outputs(loaded, batch), strict=True)
-        return max((float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
-
-
-@torch.no_grad()
-def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the model's floating-point outputs except the loss; random draws are the same in every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        outputs = model(**batch)
-    if isinstance(outputs, Mapping):
-        outputs = tuple(value for name, value in outputs.items() if name != "loss")
-    values = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def plain_config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -530,23 +530,17 @@ def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
     return _like(module, HeadRows, heads=heads, rank=rank)
 
 
-def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
-    """Put `layer` in place of the module `name` of `model`."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
-
-
 @contextmanager
-def replaced(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Put `modules` (name → module) into `model` while the context lasts, in place of those with the same names."""
     current = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():
-            replace(model, name, module)
+            model.set_submodule(name, module)
         yield
     finally:
         for name, module in current.items():
-            replace(model, name, module)
+            model.set_submodule(name, module)
 
 
 @contextmanager
@@ -583,7 +577,7 @@ def factorize_target(
             layer.bias.copy_(module.get_parameter("bias"))
         if layer.residual is not None and residual is not None:
             matrix_of(layer.residual).copy_(residual)
-    replace(model, name, layer)
+    model.set_submodule(name, layer)
     return layer
 
 
@@ -596,7 +590,7 @@ def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
     if bias is not None and head.bias is not None and not bias.is_meta:
         with torch.no_grad():
             head.bias.copy_(bias)
-    replace(model, name, head)
+    model.set_submodule(name, head)
     _set_tied(model, False)  # there is no weight to tie
     model.all_tied_weights_keys.pop(f"{name}.weight", None)
     return head
@@ -660,7 +654,7 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
         if owner == name:
             _untie(model, head, module)
     keep_values(module)
-    replace(model, name, module)
+    model.set_submodule(name, module)
     return module
 
 
@@ -680,7 +674,7 @@ def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
     with torch.device("meta"):
         head = nn.Linear(columns, rows, bias=bias is not None)
     head.weight, head.bias = weight, bias  # type: ignore[assignment]
-    replace(model, name, head)
+    model.set_submodule(name, head)
     _set_tied(model, True)
 
 

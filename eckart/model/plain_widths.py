@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.model.experts import Experts, unfuse_like, unfused_experts
-from eckart.model.layers import narrowed_like, narrowed_shapes, replace, set_weight, shape_of
+from eckart.model.layers import narrowed_like, narrowed_shapes, set_weight, shape_of
 from eckart.model.targets import weight_of
 
 _MOST_SHARED = 8  # largest number of experts that a shared expert is as wide as
@@ -97,7 +97,7 @@ def _fill_up(model: PreTrainedModel, name: str, rows: int, columns: int, parts: 
         with torch.no_grad():
             within = plain.get_parameter("bias").zero_().unflatten(0, (parts, -1))[:, : len(bias) // parts]
             within.copy_(bias.unflatten(0, (parts, -1)))
-    replace(model, name, plain)
+    model.set_submodule(name, plain)
 
 
 def _numbers(model: PreTrainedModel, widths: set[int]) -> Iterator[tuple[str, int]]:
@@ -166,7 +166,7 @@ def _skeleton(
     for name in unfused_experts(model):
         unfuse_like(same, name)
     for name, shape in (shapes or {}).items():
-        replace(same, name, narrowed_like(same.get_submodule(name), *shape))
+        same.set_submodule(name, narrowed_like(same.get_submodule(name), *shape))
     return same
 
 

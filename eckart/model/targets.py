@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -17,9 +16,10 @@ from transformers import PreTrainedModel
 
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
-from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers, shape_of
+from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers
 from eckart.model.module_context import eval_mode
-from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear, shortened
+from eckart.model.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear, shortened
+from eckart.model.stand_ins import used_outside
 
 Storage = Literal["factors", "pivoted"]
 """Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
@@ -201,7 +201,7 @@ def find_targets(
         order = sorted((name for name in layers if read[name] in place), key=lambda name: place[read[name]])
         reasons |= {} if unsampled else mixed
         candidates = [name for name in order if name not in reasons]
-        reasons |= _used_outside(model, texts, {name: probe.calls(name) for name in candidates if name not in routed})
+        reasons |= used_outside(model, texts, {name: probe.calls(name) for name in candidates if name not in routed})
 
     found = {name: layers[name] for name in candidates if name not in reasons}
     targets = _join_pair(_described(model, found, probe, mixed, routed), pair, reasons)
@@ -444,85 +444,3 @@ def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in parameters:
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     return {name: owners[id(parameter)] for name, parameter in parameters}
-
-
-# --- reasons found by replacing layers -------------------------------------------------------------------------------
-
-
-class _StandIn(nn.Module):
-    """Stands in for a layer and gives the same outputs, but its weight is nan: this shows whether other code uses it.
-
-    Such code could not use a low-rank layer, because a low-rank layer has no dense weight.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.bias = getattr(module, "bias", None)
-        self.out_features, self.in_features = shape_of(module)
-        self.weight_was_read = False
-        self.calls = 0
-
-    @property
-    def weight(self) -> Tensor:
-        self.weight_was_read = True
-        return torch.full_like(self.module.get_parameter("weight"), math.nan)
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        return self.module(x)
-
-
-def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
-    """Find the layers that cannot be replaced, because the model uses more of them than their `forward`.
-
-    Reading the weight's dtype or device (T5) does not count as use.
-
-    Args:
-        calls: name of each layer to check → how often it runs for `batch`.
-
-    Returns:
-        Name of each layer that cannot be replaced → reason.
-    """
-    expected = _has_nan(model(**batch))
-    failed, readers = _try_replacing(model, batch, calls, expected)
-    if failed is None:
-        return {}
-    names = readers or list(calls)
-    reasons = {name: _try_replacing(model, batch, {name: calls[name]}, expected)[0] for name in names}
-    return {name: reason for name, reason in reasons.items() if reason} or dict.fromkeys(calls, failed)
-
-
-def _try_replacing(
-    model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
-) -> tuple[str | None, list[str]]:
-    """Run the model with stand-ins for the layers in `calls`.
-
-    Args:
-        expected: whether each output of the model has a nan without stand-ins.
-
-    Returns:
-        The problem, or None if all layers can be replaced; and the layers to test one by one, because their weight was
-        read or their `forward` was bypassed.
-    """
-    modules = {name: model.get_submodule(name) for name in calls}
-    stand_ins = {name: _StandIn(module).eval() for name, module in modules.items()}
-    try:
-        for name, stand_in in stand_ins.items():
-            model.set_submodule(name, stand_in)
-        has_nan = _has_nan(model(**batch))
-    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        return f"cannot be replaced: {error}", []
-    finally:
-        for name, module in modules.items():
-            model.set_submodule(name, module)
-    bypassed = [name for name, stand_in in stand_ins.items() if stand_in.calls != calls[name]]
-    if bypassed:
-        return "is not called through its name in the model", bypassed
-    readers = [name for name, stand_in in stand_ins.items() if stand_in.weight_was_read]
-    return (None if has_nan == expected else "its weight is used outside its forward"), readers
-
-
-def _has_nan(output: Any) -> list[bool]:
-    """Return, for each floating-point tensor of a model's output, whether any entry is nan."""
-    return [bool(tensor.isnan().any()) for tensor in float_tensors(output)]

@@ -38,7 +38,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch
 from eckart.factorization.weighted_svd import Decomposition
-from eckart.model.layers import LowRankLinear, factorize_target, replace, set_weight
+from eckart.model.layers import LowRankLinear, factorize_target, set_weight
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult, SearchSplit
@@ -278,7 +278,7 @@ class HypernetworkSearch(Rule):
         """Put the unchanged dense modules back, and unfreeze the parameters that were trainable before the search."""
         device = self.layers[0].left.weight.device
         for name, module in self.dense.items():
-            replace(self.model, name, module.to(device).train(self.model.training))
+            self.model.set_submodule(name, module.to(device).train(self.model.training))
         for parameter in self.trained:
             parameter.requires_grad_(True)
         self.masks, self.layers = [], []

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch, Loss, Predictions, logits_of, mean_loss
-from eckart.model.layers import LowRankLinear, low_rank_layers, replace
+from eckart.model.layers import LowRankLinear, low_rank_layers
 from eckart.model.targets import weight_of
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.recovery.distillation import Distillation
@@ -138,7 +138,7 @@ class MixedRankRule(Rule):
         layers = low_rank_layers(model)
         self.layers = {name: MixedLinear(layers[name], weight) for name, weight in weights.items()}
         for name, layer in self.layers.items():
-            replace(model, name, layer)
+            model.set_submodule(name, layer)
 
     def before_forward(self, step: int) -> None:
         """Set p = max(0, p_init − d·t), and draw z of both passes; all micro-batches of the step use the same two.
@@ -192,7 +192,7 @@ class MixedRankRule(Rule):
 
     def finish(self) -> None:
         for name, layer in self.layers.items():
-            replace(self.model, name, layer.low)
+            self.model.set_submodule(name, layer.low)
 
     def measures(self) -> dict[str, float]:
         """Return p, and the disagreement D of the last step, not multiplied by its weight."""

@@ -42,7 +42,7 @@ class _Left(rich.progress.ProgressColumn):
         return Text(f"{roughly(seconds)} left" if seconds else "")
 
 
-def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> rich.progress.Progress:
+def new_bars(console: Console) -> rich.progress.Progress:
     """Return a live display that is not started yet. Its rows will be the study and each running stage."""
     text = Column(no_wrap=True)
     return rich.progress.Progress(
@@ -55,7 +55,6 @@ def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> r
         _Elapsed(table_column=text),
         _Left(table_column=text),
         console=console,
-        get_time=get_time,
         transient=True,
         expand=True,
         speed_estimate_period=_PERIOD,

@@ -128,7 +128,7 @@ def plan() -> list[Planned]:
 
 
 def resolve_parameters() -> None:
-    """Run the stage `resolve` if it is stale. The other stages depend on the parameters that it writes."""
+    """Run the stage `resolve`, whose parameters all other stages read, if it is stale."""
     with repository() as repo, bookkeeping(repo):
         lock_file.heal(repo)
         try:

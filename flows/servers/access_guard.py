@@ -43,9 +43,9 @@ class Guard:
 
     Args:
         app: the application to protect.
-        key: the key of this user's servers, `user:password`; its possession is proved at `PROOF`.
+        key: the key of this user's servers, `user:password`. At `PROOF`, the server proves that it has this key.
         auth: `user:password` that each request must give by HTTP Basic authentication; None: no check here, because the
-            application checks by itself or no password is wanted.
+            application checks it itself, or no password is wanted.
         serves: the answer at `SERVES`.
     """
 

@@ -19,6 +19,7 @@ from flows.engine import cached_objects
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
 from tasks.artifacts.errors import EckartError
+from tasks.artifacts.paths import BASE, RAW
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, read, sections
@@ -27,7 +28,6 @@ from tasks.nlp_tasks import TaskName, task_class
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
 _STAGED = (".dvc", ".dvcignore")  # what `dvc init` stages; a user would commit these without the rest
 _RECIPE = "anchored"
-RAW, BASE = CARRIED
 
 
 class InitError(EckartError):

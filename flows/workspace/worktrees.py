@@ -21,10 +21,11 @@ from typing import IO
 from flows.engine import cached_objects, dvc_transport
 from flows.engine.lock_file import LOCK
 from tasks.artifacts.errors import EckartError
+from tasks.artifacts.paths import BASE, RAW
 from tasks.config.schema import PARAMS
 
 WORKSPACES = Path("workspaces")
-CARRIED = (Path("data/raw"), Path("models/base"))
+CARRIED = (RAW, BASE)
 """Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
 """Files and folders that other workspaces get from a commit, and thus without uncommitted edits."""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_LOCAL = (Path("data/raw"), Path("models/base"))
+from tasks.artifacts.paths import BASE, RAW
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -17,5 +18,5 @@ def hub_id(source: str | None, packaged: Iterable[str] = ()) -> str | None:
     if source is None:
         return None
     path = Path(os.path.normpath(source))
-    is_local = path.exists() or any(path.is_relative_to(folder) for folder in _LOCAL)
+    is_local = path.exists() or any(path.is_relative_to(folder) for folder in (RAW, BASE))
     return source if _ID.fullmatch(source) and source not in packaged and not is_local else None

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.artifacts.errors import StageError
+from tasks.artifacts.paths import RAW
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.hub_data import load_from_hub
@@ -25,7 +26,6 @@ from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
-RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _NAMES = ("train", "validation", "test")  # of files that are meant as splits, whatever data.splits names
 _SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
+from tasks.artifacts.paths import BASE
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives
@@ -32,7 +33,6 @@ from tasks.models.model_io import ADAPTER, UNLOADABLE, check_complete, check_wei
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 
-BASE = Path("models/base")
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; '
     "weights = torch.load('pytorch_model.bin', weights_only=True, map_location='cpu'); "

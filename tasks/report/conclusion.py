@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.artifacts.results_schema import NEXT, Latency, Times
+from tasks.artifacts.results_schema import NEXT, Times
 from tasks.report.choose_candidate import Chosen, GoalOutcome
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
 from tasks.report.numbers import between, counted, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
-from tasks.report.runtimes import RuntimeResult
 from tasks.report.shipping import to_ship
 from tasks.scoring.trivial_baseline import warning
 
@@ -136,7 +135,7 @@ def _alternative(results: Results) -> str:
 def _ship(results: Results) -> str:
     ship, dense = to_ship(results), results.dense
     run, original = ship.run, ship.original
-    ends, latency = results.difference(run.scored, DENSE), _latency(run)
+    ends, latency = results.difference(run.scored, DENSE), run.latency
     fast = _fast(latency.of_torch, "torch")
     if run.runtime != "torch":
         fast = f"{_fast(latency.of_same, 'the same runtime')}, and {fast}"
@@ -152,11 +151,6 @@ def _fast(ratio: Times, where: str) -> str:
     slower = ": slower" if ratio.high < 1 else ""
     interval = times_between(ratio.low, ratio.high)
     return f"{times(ratio.median)} as fast as the original model in {where} ({interval}{slower})"
-
-
-def _latency(run: RuntimeResult) -> Latency:
-    """Return the speed at the first input shape of the benchmark."""
-    return next(iter(run.latencies.values()))
 
 
 def _setbacks(results: Results) -> str | None:

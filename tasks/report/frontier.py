@@ -88,7 +88,7 @@ def _runs(results: Results, cost: Cost) -> Iterator[RuntimeResult]:
 
 
 def _cost(run: RuntimeResult, cost: Cost) -> float:
-    return run.bytes if cost == "size" else 1 / next(iter(run.latencies.values())).of_torch.median
+    return run.bytes if cost == "size" else 1 / run.latency.of_torch.median
 
 
 class _Picture:

@@ -23,7 +23,7 @@ from tasks.report.cells import Cell, Row, cell
 from tasks.report.non_inferiority import difference, examples_wanted
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
-from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
+from tasks.report.runtimes import TITLES, runtime_result
 
 _SMALLEST = 0.02  # the smallest keep to suggest; less leaves little of any model
 
@@ -85,12 +85,7 @@ def _amount(results: Results, goal: Goal, name: str) -> float:
         scores = results.dense if name == "dense" else results.named(name).evaluation
         return results.metric.worse_by(scores.validation.metric, results.dense.validation.metric)
     run = runtime_result(results, name, goal.runtime)
-    return 1 / _speedup(run) if goal.speedup is not None else run.bytes
-
-
-def _speedup(run: RuntimeResult) -> float:
-    """Return the speedup over the original model in the same runtime, for the first input shape of the benchmark."""
-    return next(iter(run.latencies.values())).of_same.median
+    return 1 / run.latency.of_same.median if goal.speedup is not None else run.bytes
 
 
 def closer(amounts: Mapping[float, float], limit: float, linear: bool, too_small: float = 0.0) -> float | None:
@@ -165,7 +160,7 @@ def _cells(results: Results, result: GoalResult) -> dict[str, Cell]:
         **({"shown by test examples": Cell(_shown(results, result))} if drops else {}),
         f"{results.metric.title}, test examples": cell(run.metric, score, between(ends.low, ends.high, run.metric)),
         "size": cell(run.bytes, size),
-        "speed": cell(_speedup(run), times),
+        "speed": cell(run.latency.of_same.median, times),
     }
 
 

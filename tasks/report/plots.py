@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 from eckart.factorization.weightings import Weighting
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import count, score
-from tasks.report.plot_style import plot_style
+from tasks.report.plot_style import INK, MARKERS, MUTED, RULE, STYLE
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.table import AFTER, BEFORE
@@ -45,9 +45,7 @@ _COLORS = (
     "#8c9a1f",
     "#6b7f93",
 )
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-# On the page these are replaced by variables of its style sheet.
-_INK, _MUTED, _RULE, _PAPER = "#1d2530", "#5d6876", "#dfe3e8", "#ffffff"
+_PAPER = "#ffffff"
 _WIDTH, _NARROW = 11, 4.6  # inches
 _PANEL = (3.9, 2.7)  # width and height of a panel, in inches
 _DECADES = 6  # approximate number of ticks on a logarithmic axis
@@ -60,7 +58,7 @@ _STROKES: tuple[dict[str, Any], ...] = (
     {"linestyle": (0, (3, 3)), "linewidth": 1.4},
     {"linestyle": (0, (9, 2)), "linewidth": 1.4},
 )
-_STYLE = plot_style(_INK, _RULE) | {
+_STYLE = STYLE | {
     "font.size": 10,
     "axes.grid.axis": "y",
     "axes.titlesize": "medium",
@@ -90,17 +88,17 @@ def curves_svg(results: Results) -> Markup:
     Empty if nothing was trained.
     """
     looks = _looks(results.recipes)
-    lines: dict[str, list[tuple[Curve, str]]] = {"original model": [(results.curve, _INK)]}
+    lines: dict[str, list[tuple[Curve, str]]] = {"original model": [(results.curve, INK)]}
     for keep in results.keeps:
         at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
         recovered = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in at_keep]
-        lines[f"fine-tuning at keep {keep}"] = [*recovered, (results.control_curve, _MUTED)]
+        lines[f"fine-tuning at keep {keep}"] = [*recovered, (results.control_curve, MUTED)]
     losses = [point.compared_loss for panel in lines.values() for curve, _ in panel for point in curve]
     if not losses:
         return Markup("")
     limits = min(losses), max(losses)
     draw = (partial(_draw_curves, title, panel, limits) for title, panel in lines.items())
-    key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry("control", _MUTED))
+    key = _key(*(_entry(recipe, look["color"]) for recipe, look in looks.items()), _entry("control", MUTED))
     return key + _panels(draw, "curves")
 
 
@@ -132,7 +130,7 @@ def predictions_svg(results: Results) -> Markup | None:
         return None
     colors = dict(zip(results.keeps, cycle(_COLORS), strict=False))
     keeps = [keep for keep in results.keeps if any(keep in by_keep for by_keep in shown.values())]
-    key = _key(*(_entry(f"keep {keep}", colors[keep], "dot") for keep in keeps), _entry("equal", _MUTED))
+    key = _key(*(_entry(f"keep {keep}", colors[keep], "dot") for keep in keeps), _entry("equal", MUTED))
     return key + _panels(
         (partial(_predictions, results, recipe, shown[recipe], colors) for recipe in shown), "predictions"
     )
@@ -140,7 +138,7 @@ def predictions_svg(results: Results) -> Markup | None:
 
 def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the color and marker of each recipe in all plots."""
-    looks = zip(recipes, cycle(_COLORS), cycle(_MARKERS), strict=False)
+    looks = zip(recipes, cycle(_COLORS), cycle(MARKERS), strict=False)
     return {recipe: {"color": color, "marker": marker} for recipe, color, marker in looks}
 
 
@@ -188,8 +186,8 @@ def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
 
 
 def _mark_dense(axes: Axes, results: Results) -> None:
-    axes.axhline(results.metric_of(DENSE), color=_MUTED, linewidth=1.2)
-    axes.axhline(results.metric_of(CONTROL), color=_MUTED, linewidth=1.2, linestyle=":")
+    axes.axhline(results.metric_of(DENSE), color=MUTED, linewidth=1.2)
+    axes.axhline(results.metric_of(CONTROL), color=MUTED, linewidth=1.2, linestyle=":")
 
 
 def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Mapping[str, Any]) -> None:
@@ -227,13 +225,13 @@ def _size_label(results: Results, keep: str) -> str:
 
 def _legend(results: Results) -> list[Line2D]:
     entry = partial(Line2D, [], [])
-    ink: dict[str, Any] = {"color": _INK, "marker": "o"}
+    ink: dict[str, Any] = {"color": INK, "marker": "o"}
     return [
         *(entry(label=name, **look) for name, look in _looks(results.recipes).items()),
         entry(**ink, label=AFTER),
         entry(**ink, label=BEFORE, linestyle="--", markerfacecolor=_PAPER),
-        entry(color=_MUTED, linewidth=1.2, label=f"original {score(results.metric_of(DENSE))}"),
-        entry(color=_MUTED, linewidth=1.2, linestyle=":", label=f"control {score(results.metric_of(CONTROL))}"),
+        entry(color=MUTED, linewidth=1.2, label=f"original {score(results.metric_of(DENSE))}"),
+        entry(color=MUTED, linewidth=1.2, linestyle=":", label=f"control {score(results.metric_of(CONTROL))}"),
     ]
 
 
@@ -273,7 +271,7 @@ def _draw_curves(title: str, lines: list[tuple[Curve, str]], limits: tuple[float
         steps, losses = [point.step for point in curve], [point.compared_loss for point in curve]
         axes.plot(steps, losses, color=color, linewidth=1.4, marker="." if len(curve) == 1 else None)
     if not any(curve for curve, _ in lines):
-        axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=_MUTED)
+        axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=MUTED)
 
 
 def _measures(results: Results, recipe: str, panels: Panels, salt: str) -> Markup:
@@ -358,7 +356,7 @@ def _predictions(results: Results, recipe: str, by_keep: Pairs, colors: Mapping[
     for keep, pairs in by_keep.items():
         axes.plot(*_columns(pairs), "o", color=colors[keep], markersize=4.5, alpha=0.75, markeredgewidth=0)
     if classes and weighting.predicts_loss:
-        axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # the line of equality
+        axes.axline((1, 1), (10, 10), color=MUTED, linewidth=1)  # the line of equality
 
 
 def _decades(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -> None:
@@ -391,6 +389,6 @@ def _svg(draw: Callable[[], Figure], salt: str) -> Markup:
 
 def _css(text: str) -> str:
     """Replace colors with variables of the page's style sheet."""
-    for name, color in {"ink": _INK, "muted": _MUTED, "rule": _RULE, "paper": _PAPER}.items():
+    for name, color in {"ink": INK, "muted": MUTED, "rule": RULE, "paper": _PAPER}.items():
         text = text.replace(color, f"var(--{name})")
     return text

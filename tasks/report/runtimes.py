@@ -33,6 +33,11 @@ class RuntimeResult:
     texts: Mapping[str, Score]
     """Name of a text in evaluate.texts → score on it."""
 
+    @property
+    def latency(self) -> Latency:
+        """The latency for the first input shape of the benchmark, which limits and goals are about."""
+        return next(iter(self.latencies.values()))
+
 
 def runtime_results(results: Results) -> list[RuntimeResult]:
     """Return the results of original, control and candidates in each runtime, if exported; [] if none was."""

@@ -19,20 +19,18 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Figure, Line, Pattern, Plot, labels_of
 from tasks.report.numbers import count
-from tasks.report.plot_style import plot_style
+from tasks.report.plot_style import INK, MARKERS, MUTED, STYLE
 
 Format = Literal["png", "svg"]
 
 # Okabe and Ito's colors, which people with any color vision tell apart, without yellow; marks and dashes differ as well
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 3)))
-_INK, _MUTED, _RULE = "#1d2530", "#5d6876", "#dfe3e8"
 _FIXED: Mapping[str, dict[str, Any]] = {
-    ORIGINAL: {"color": _INK, "marker": "o", "linestyle": "-"},
-    CONTROL: {"color": _MUTED, "marker": ".", "linestyle": (0, (1, 1.5))},
+    ORIGINAL: {"color": INK, "marker": "o", "linestyle": "-"},
+    CONTROL: {"color": MUTED, "marker": ".", "linestyle": (0, (1, 1.5))},
 }
-_STYLE = plot_style(_INK, _RULE) | {
+_STYLE = STYLE | {
     "font.size": 9,
     "axes.titlesize": 9,
     "figure.titlesize": 11,
@@ -96,7 +94,7 @@ def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
     free = [label for label in dict.fromkeys([*plot.order, *labels_of(plot)]) if label not in _FIXED]
     looks = {
         label: {"color": color, "marker": marker, "linestyle": dashes}
-        for label, color, marker, dashes in zip(free, cycle(_COLORS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+        for label, color, marker, dashes in zip(free, cycle(_COLORS), cycle(MARKERS), cycle(_DASHES), strict=False)
     }
     return {**looks, **_FIXED}
 
@@ -107,7 +105,10 @@ def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: Transform) -> None:
-    """Draw a line `beside` its place: matplotlib then has to be told the points that the axes must show."""
+    """Draw a line, shifted by the transform `beside`.
+
+    Matplotlib leaves shifted lines out of the limits of the axes, so their points are added here.
+    """
     place: dict[str, Any] = {"transform": axes.transData + beside}
     shown = _look(plot, look) if len(line.x) > 1 else look
     if plot.steps:
@@ -132,7 +133,7 @@ def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
 
 def _level(label: str) -> dict[str, Any]:
     dashes = _FIXED[CONTROL]["linestyle"] if label == CONTROL else (0, (4, 2))
-    return {"color": _MUTED, "linewidth": 1, "linestyle": dashes}
+    return {"color": MUTED, "linewidth": 1, "linestyle": dashes}
 
 
 def _scale(axes: Axes, plot: Plot, lines: Mapping[str, Line]) -> bool:

@@ -74,7 +74,7 @@ def test_underflow_is_tested_by_what_is_gathered_until_it_is_found(
 
 
 def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -> None:
-    """So has an embedding model's pooler, in a pass of its own as in one with all others."""
+    """An embedding model's pooler has them, in a pass of its own as in one with all others."""
     model = tiny.bert().bert
     batches = [
         {name: values for name, values in batch.items() if name != "labels"} for batch in tiny.batches(SAMPLES, 2)

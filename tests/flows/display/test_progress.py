@@ -55,7 +55,7 @@ def drawn(bars: Progress_, width: int = 140) -> list[str]:
 
 def test_stages_that_are_done_say_nothing_about_the_time_that_others_take() -> None:
     clock = Clock()
-    bars = new_bars(Console(quiet=True), clock)
+    bars = new_bars(Console(quiet=True, get_time=clock))
     progress = Progress([replace(PLAN[0], cached=executed("data", 500)), *PLAN[1:]], bars)
     progress.done(executed("data", 500))
     for clock.now, name in ((10, "train@a-1"), (20, "train@b-1")):
@@ -68,7 +68,7 @@ def test_stages_that_are_done_say_nothing_about_the_time_that_others_take() -> N
 def test_a_training_says_by_its_steps_how_long_it_still_takes() -> None:
     """After 30 s of loading, 1 step a second; the time of the first steps is no estimate."""
     clock = Clock()
-    bars = new_bars(Console(quiet=True), clock)
+    bars = new_bars(Console(quiet=True, get_time=clock))
     progress = Progress([planned("train")], bars)
     with progress.running("train"):
         for clock.now, step in ((30, 0), (34, 4)):

@@ -27,7 +27,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That of a workspace whose base model and data are of the hub."""
+    """params.yaml of a workspace whose base model and data are on the hub."""
     root = toy_workspace(tmp_path / "workspace")
     monkeypatch.chdir(root)
     file = root / "params.yaml"

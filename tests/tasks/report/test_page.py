@@ -51,7 +51,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace with a page, of candidates that no two numbers of put in the same order."""
+    """A workspace with a page. Each number sorts its candidates in another order."""
     folder = tmp_path_factory.mktemp("study")
     with contextlib.chdir(folder):
         make_study(["svd", "kfac"], [0.5, 0.25], TARGETS, "perplexity", dense=8.0)

@@ -1,4 +1,4 @@
-"""What language models write on: greedy decoding by hand, and which text they read."""
+"""Continuations by language models: compared with greedy decoding written out, and the texts that they continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEST = pd.DataFrame({"text": [TEXT]})
 
 
 def test_a_continuation_is_the_likeliest_token_after_token() -> None:
-    """Behind the first tokens of the first block, of that a third and of that two thirds into the split."""
+    """After the first tokens of three blocks: the first, and those at one and two thirds of the split."""
     llama, words = model().train(), tokenizer()
     for layer in llama.model.layers:
         layer.self_attn.attention_dropout = 0.9  # which is off
