@@ -241,7 +241,9 @@ def _measure(point: Point, stage: str, folder: Path) -> tuple[int, str]:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from eckart.calibration.statistics import collect, load_statistics, passes, save_statistics
+    from eckart.calibration.passes import passes
+    from eckart.calibration.statistics import collect
+    from eckart.calibration.statistics_files import load_statistics, save_statistics
     from eckart.factorization.factorize import factorize_at_once
     from eckart.factorization.weightings import Inputs, Kfac
     from eckart.model.targets import find_targets

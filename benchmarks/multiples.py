@@ -24,7 +24,7 @@ from benchmarks.cells import times_cell
 from benchmarks.limit import operations_of_products, share_of_products
 from benchmarks.parts import spectra
 from eckart import onnx
-from eckart.calibration.statistics import load_statistics
+from eckart.calibration.statistics_files import load_statistics
 from eckart.factorization.factorize import factorize_at_once
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.weightings import Weighting

@@ -54,9 +54,10 @@ from eckart.calibration.losses import (
     predictions_of,
     row_of,
 )
+from eckart.calibration.passes import passes
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
-from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, passes
+from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind
 from eckart.calibration.warnings import unreached_warning
 from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot

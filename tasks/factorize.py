@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel
 
 from eckart.calibration.losses import Batch
-from eckart.calibration.statistics import load_statistics
+from eckart.calibration.statistics_files import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.refinement import NO_STORE
 from eckart.factorization.weightings import Weighting

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, set_seed
 
 from eckart.calibration.losses import Batch, Loss
 from eckart.calibration.robust_gradients import RobustGradients
-from eckart.calibration.statistics import load_statistics, save_statistics
+from eckart.calibration.statistics_files import load_statistics, save_statistics
 from eckart.factorization.factorize import InOrder
 from eckart.factorization.weightings import Weighting
 from eckart.model.experts import unfuse

@@ -23,18 +23,12 @@ the original model and X̂_n in the partly factorized model. Error compensation
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -432,114 +426,3 @@ class Collector:
 def _sum_dtype(values: Tensor) -> torch.dtype:
     """Return the dtype for sums of statistics: float32 or better, because in bfloat16 a long sum would stop growing."""
     return torch.promote_types(values.dtype, torch.float32)
-
-
-# --- several passes --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The targets of one pass over the calibration data.
-
-    Attributes:
-        then: first target of the next pass; the forward passes of this one may stop before it. None if there is no
-            next pass, or if the forward passes must run to the end.
-    """
-
-    targets: tuple[Target, ...]
-    then: Target | None
-
-
-def layer_of(target: Target) -> str:
-    """Return the target's name up to its first number, such as `model.layers.3`; "" if it has none."""
-    numbered = re.match(r"(.*?\.)?\d+(?![^.])", target.name)
-    return numbered[0] if numbered else ""
-
-
-def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
-    """Divide targets into passes over a few transformer layers each, as statistics of all layers may not fit in memory.
-
-    A layer consists of all targets with the same name up to the first number, such as `model.layers.3`. Targets without
-    a number between two such layers form a layer, too. All passes together give bit for bit the statistics of a single
-    pass.
-
-    Args:
-        targets: the targets in order of execution.
-        layers_at_once: number of layers in a pass; None: all layers in one pass.
-    """
-    if layers_at_once is None:
-        return [Pass(tuple(targets), None)]
-    by_layer: dict[str, list[Target]] = {}
-    last_numbered = ""
-    for target in targets:
-        layer = layer_of(target)
-        last_numbered = layer or last_numbered
-        by_layer.setdefault(layer or f"after {last_numbered}", []).append(target)
-    layers, step = list(by_layer.values()), layers_at_once
-    groups = [list(chain.from_iterable(layers[start : start + step])) for start in range(0, len(layers), step)]
-    following = [group[0] for group in groups[1:]]
-    return [Pass(tuple(group), then) for group, then in zip(groups, [*following, None], strict=True)]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def save_statistics(statistics: Statistics, folder: Path, part: int | None = None) -> None:
-    """Write statistics to files `KIND.safetensors` in `folder`, or `KIND-00001.safetensors` for part 1 of several."""
-    folder.mkdir(parents=True, exist_ok=True)
-    suffix = "" if part is None else f"-{part:05}"
-    for kind, tensors in statistics.items():
-        file = folder / f"{kind}{suffix}.safetensors"
-        save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, file)
-
-
-def join_statistics(shards: Mapping[Path, int], folder: Path) -> None:
-    """Write to `folder` the statistics over all examples, from those that were saved for parts of the examples.
-
-    Statistics are means over examples, so each part weighs as much as it has examples. Sums are in float64 and in the
-    order of `shards`, so the bytes do not depend on when a part was computed. One file is in memory at a time. A tensor
-    that a part lacks is zero there.
-
-    Args:
-        shards: folder of `save_statistics` → number of its examples.
-    """
-    total = sum(shards.values())
-    for name in sorted({path.name for shard in shards for path in shard.glob("*.safetensors")}):
-        parts = [(_StoredTensors([shard / name]), count) for shard, count in shards.items() if (shard / name).exists()]
-        joined: dict[str, Tensor] = {}
-        for key in sorted(set(chain.from_iterable(part for part, _ in parts))):
-            values = [(part[key], count) for part, count in parts if key in part]
-            mean = torch.zeros_like(values[0][0], dtype=torch.float64)
-            for value, count in values:
-                mean.add_(value, alpha=count / total)
-            joined[key] = mean.to(values[0][0].dtype)
-        save_file(joined, folder / name)
-
-
-def load_statistics(folder: Path) -> Statistics:
-    """Open all statistics that `save_statistics` wrote to `folder`; a tensor is only read when it is looked up."""
-    files: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        files.setdefault(path.stem.partition("-")[0], []).append(path)
-    return {kind: _StoredTensors(paths) for kind, paths in files.items()}
-
-
-class _StoredTensors(Mapping[str, Tensor]):
-    """Mapping over several safetensors files that reads a tensor only when it is looked up."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._path_of: dict[str, Path] = {}
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                self._path_of |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, key: str) -> Tensor:
-        # The file is opened for each tensor: an open one stays mapped, and all read pages would count as our memory.
-        with safe_open(self._path_of[key], framework="pt") as file:
-            return file.get_tensor(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._path_of)
-
-    def __len__(self) -> int:
-        return len(self._path_of)

@@ -43,7 +43,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from eckart.calibration.losses import Batch
-from eckart.calibration.statistics import layer_of
+from eckart.calibration.passes import layer_of
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.single_target_ablation import losses_of_replacements
 from eckart.model.layers import restored

@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch
-from eckart.calibration.statistics import layer_of
+from eckart.calibration.passes import layer_of
 from eckart.model.layers import LowRankLinear, factorize_target, merge
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total

@@ -25,7 +25,8 @@ from eckart.recovery.distillation import Distillation
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from tasks.artifacts.generation import Generation
-from tasks.config.schema import Goal, NewModel, Params, ParamsError, Text, kinds_of, models_in
+from tasks.config.mistakes import kinds_of, models_in
+from tasks.config.schema import Goal, NewModel, Params, ParamsError, Text
 
 _COLUMN = 40  # where comments begin
 _WIDTH = 120

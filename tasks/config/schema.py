@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +28,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, to_jsonable_python
+from pydantic_core import PydanticCustomError, to_jsonable_python
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
@@ -39,20 +37,13 @@ from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.pooling import Pooling
 from tasks.artifacts.results_schema import Runtime
+from tasks.config.mistakes import describe, report
 from tasks.nlp_tasks import TaskName
 from tasks.runtime.code_folders import PIPELINE
 
 PARAMS = Path("params.yaml")
 RESOLVED = Path("resolved.yaml")
 """File with the parameters that every other stage reads; the stage `resolve` writes it from params.yaml."""
-
-_LONGEST = 200  # most characters of a value that a message quotes
-_RENAMED = {  # key of an earlier version, as a shell pattern → the last part of its path now
-    "importance.evidence": "statistics",
-    "check.fewest_rows": "fewest_examples",
-    "check.drift_rows": "drift_examples",
-    "recipes.*.ranks.rows": "examples",  # also in ranks.ranks
-}
 
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
@@ -684,7 +675,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
     try:
         return TypeAdapter(kind).validate_json(as_json(content), strict=True)
     except ValidationError as error:
-        raise ParamsError(report(path, mistakes(error, content, prefix, kind))) from error
+        raise ParamsError(report(path, describe(error, content, prefix, kind))) from error
 
 
 def as_json(content: Any) -> str:
@@ -693,92 +684,3 @@ def as_json(content: Any) -> str:
     A value that JSON cannot express, such as a date, becomes a mapping that every type refuses, with the value's path.
     """
     return json.dumps(content, default=lambda value: {"neither text nor number": str(value)})
-
-
-def report(path: Path, lines: Iterable[str]) -> str:
-    """Return the message of a ParamsError: one mistake on each line, with unprintable characters escaped."""
-    printable = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in lines)
-    return "\n  ".join([f"{path} has mistakes:", *printable])
-
-
-def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> list[str]:
-    """Return a line `path: the mistake; the correction` for each mistake in an `error` of pydantic.
-
-    Args:
-        content: the data that were parsed.
-        prefix: dotted path of `content` in params.yaml.
-        kind: the type that `content` should have.
-    """
-    found = error.errors()
-    # Neither a list that is too short only because its items are wrong nor the value of a wrong key is one of its own.
-    wrong = {details["loc"][:end] for details in found for end in range(len(details["loc"]))}
-    wrong_keys = {details["loc"][:-1] for details in found if details["loc"][-1:] == ("[key]",)}
-    lines = []
-    for details in found:
-        if details["loc"] in wrong_keys or (details["type"] == "too_short" and details["loc"] in wrong):
-            continue
-        keys, free = _located(details["loc"], content, kind)
-        path = ".".join(filter(None, [prefix, *keys]))
-        renamed = next((name for pattern, name in _RENAMED.items() if fnmatchcase(path, pattern)), None)
-        if renamed:
-            lines.append(f"{path}: was renamed; write {'.'.join([prefix, *keys[:-1], renamed])}")
-        else:
-            lines.append(f"{path}: {_advice(details, free)}")
-    return lines
-
-
-def models_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the pydantic types in an annotation, such as the members of a union."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [kind]
-    return [model for part in get_args(kind) for model in models_in(part)]
-
-
-def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of `kind` that select the method `model`; empty if the type has no field `kind`."""
-    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
-
-
-def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[str], list[str]]:
-    """Return the path of a mistake as a list of keys, and the valid keys that the mapping around the mistake lacks.
-
-    Args:
-        loc: path in pydantic's error. It also contains the tag of each union member, which the result leaves out.
-    """
-    path: list[str] = []
-    free: list[str] = []
-    models, tagged = models_in(kind), None
-    for position, key in enumerate(loc):
-        if isinstance(content, dict) and content.get("kind") == key and content is not tagged:
-            tagged = content  # the tag comes first, even where a key has the same name
-            models = [model for model in models if key in kinds_of(model)]
-            continue
-        present = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
-        free = [name for model in models for name in model.model_fields if name not in present]
-        if key in present or (position == len(loc) - 1 and key != "[key]"):
-            path.append(str(key))
-        if key in present:
-            content = content[key]
-            fields = [model.model_fields[key] for model in models if key in model.model_fields]
-            models = [inner for field in fields for inner in models_in(field.annotation)]
-    return path, free
-
-
-def _advice(details: ErrorDetails, free: list[str]) -> str:
-    kind, message = details["type"], details["msg"]
-    if kind == "missing":
-        return "is missing; add it"
-    if kind == "extra_forbidden":
-        similar = get_close_matches(str(details["loc"][-1]), free, n=1)
-        return f"is unknown; write {similar[0]}" if similar else "is unknown; remove it"
-    if kind == "union_tag_invalid":
-        return f"kind is {details['ctx']['tag']!r}; write one of {details['ctx']['expected_tags']}"
-    if kind == "union_tag_not_found":
-        return "has no kind; add it"
-    if kind == "too_short":
-        return "is empty; add an item"
-    if kind in ("password", "goal", "model"):
-        return message  # without the value, which may be secret
-    value = json.dumps(details["input"], default=str, ensure_ascii=False)
-    shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
-    return f"is {shown}; write {message.removeprefix('Input should be ')}"

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tasks.config import schema
 from tasks.config.contradictions import contradictions
+from tasks.config.mistakes import describe, report
 from tasks.config.schema import PARAMS, ParamsError
 from tasks.runtime.code_folders import all_code
 
@@ -48,7 +49,7 @@ def check() -> dict[str, Any]:
     content = schema.read()
     if not found_good(content):
         if lines := mistakes(content):
-            raise ParamsError(schema.report(PARAMS, lines))
+            raise ParamsError(report(PARAMS, lines))
         with suppress(OSError):  # if the folder cannot be written, the next run checks again
             _GOOD.parent.mkdir(exist_ok=True)
             _GOOD.write_text(_state(content))
@@ -96,7 +97,7 @@ def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
     try:
         return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
     except ValidationError as error:
-        lines += schema.mistakes(error, content, prefix, kind)
+        lines += describe(error, content, prefix, kind)
         return None
 
 

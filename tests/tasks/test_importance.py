@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eckart.calibration.statistics import load_statistics
+from eckart.calibration.statistics_files import load_statistics
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.config.schema import read
 from tests.workspace import merged, run_stage, tiny_workspace, write_params

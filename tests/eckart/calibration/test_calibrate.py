@@ -10,7 +10,8 @@ import torch
 
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import Batch, mean_loss_times_batch
-from eckart.calibration.statistics import StatisticKind, collect, passes
+from eckart.calibration.passes import passes
+from eckart.calibration.statistics import StatisticKind, collect
 from eckart.model.targets import find_targets
 from tests import tiny
 

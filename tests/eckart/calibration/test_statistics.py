@@ -8,16 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eckart.calibration.passes import passes
 from eckart.calibration.second_moments import add_gram, mirror, square_sums
-from eckart.calibration.statistics import (
-    STATISTIC_KINDS,
-    collect,
-    join_statistics,
-    load_statistics,
-    mean_loss_times_batch,
-    passes,
-    save_statistics,
-)
+from eckart.calibration.statistics import STATISTIC_KINDS, collect, mean_loss_times_batch
+from eckart.calibration.statistics_files import join_statistics, load_statistics, save_statistics
 from eckart.model.attention_products import find_products
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from eckart.calibration.statistics import load_statistics
+from eckart.calibration.statistics_files import load_statistics
 from eckart.model.layers import factorize_target
 from tasks.models.model_io import TEACHER, load, size
 from tasks.nlp_tasks._prediction import place

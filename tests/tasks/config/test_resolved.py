@@ -12,8 +12,9 @@ from ruamel.yaml import YAML
 import eckart
 from eckart.recipe import Recipe, recipes
 from tasks.config import reference
+from tasks.config.mistakes import models_in
 from tasks.config.resolved import resolve
-from tasks.config.schema import Goal, Params, ParamsError, models_in, section
+from tasks.config.schema import Goal, Params, ParamsError, section
 from tasks.config.validation import mistakes
 from tests.workspace import REPOSITORY, repository_params, write_params
 
