@@ -24,6 +24,7 @@ from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
 from dvc.rwlock import rwlock
+from dvc.scm import SCMError
 from voluptuous import Invalid
 
 from flows.engine import site_cache, stage_processes
@@ -57,6 +58,10 @@ def repository() -> Iterator[Repo]:
     except sqlite3.Error as error:
         folder = os.environ.get(site_cache.VARIABLE)
         raise WorkspaceUnusable(f"DVC's databases in {folder}: {error}; make room there, or remove them") from error
+    except SCMError as error:
+        raise WorkspaceUnusable(
+            f"{error}. Call this in the folder of a workspace, which `eckart init` makes"
+        ) from error
     except (DvcException, Invalid, UnicodeDecodeError) as error:
         raise WorkspaceUnusable(f"DVC cannot use {where}: {_cause(error)}") from error
 

@@ -59,7 +59,7 @@ def apply() -> None:
     redaction.keep_out()
     # flows/servers/access_key.py reports this as an error.
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
-    logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
+    logging.getLogger("dvc.output").addFilter(_is_no_empty_output)
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo)
 
 
@@ -73,9 +73,9 @@ def _bypass_proxies() -> None:
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*others, LOOPBACK, "localhost"])
 
 
-def _is_no_empty_curve(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop DVC's warning about the empty curve of a stage that trains nothing."""
-    return not (record.msg == "'%s' is empty." and str(record.args).endswith(".jsonl',)"))
+def _is_no_empty_output(record: logging.LogRecord) -> bool:
+    """Whether to keep a log record: drop DVC's warning about empty outputs, which stages that export nothing have."""
+    return record.msg != "'%s' is empty."
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:

@@ -94,7 +94,7 @@ def rollback() -> str:
 
     Raises:
         NothingBefore: there is no champion, or it has no predecessor; the champion stays.
-        RegistryLost: the registry has no champion and no earlier one, although this workspace has had one.
+        RegistryError: there is no champion, and the earlier ones were rolled back or are not in the registry.
         SmokeFailed: the predecessor does not answer; or an interrupted promotion had set a champion that does not
             answer, and was undone.
     """

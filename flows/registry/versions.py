@@ -155,7 +155,7 @@ class Registry:
 
         Raises:
             RegistryLost: there is no champion, although this workspace has had one, and `first` is False.
-            RegistryError: there is no champion, but versions that were, and `first` is False.
+            RegistryError: there is no champion, but versions that were or that were rolled back, and `first` is False.
         """
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
@@ -164,6 +164,11 @@ class Registry:
             raise RegistryError(
                 f"{self.name} has no champion: its version or alias was deleted. `eckart promote --rollback` makes "
                 f"version {promoted[-1].version} the champion, and `eckart promote --first` promotes a candidate"
+            )
+        elif not first and self._champions():
+            raise RegistryError(
+                f"{self.name} has no champion: its version was deleted, and those before it were rolled back. "
+                "`eckart promote --first` promotes a candidate, and with --again also one that was rolled back"
             )
         elif not first and (had := self._last_known_champion()):
             raise RegistryLost(
@@ -197,10 +202,12 @@ class Registry:
 
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, in the order of their promotions."""
+        return [version for version in self._champions() if ROLLED_BACK not in version.tags]
+
+    def _champions(self) -> list[ModelVersion]:
+        """Return the versions that ever became the champion, in the order of their promotions."""
         versions = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted(
-            (entry for entry in versions if PROMOTED_AT in entry.tags and ROLLED_BACK not in entry.tags), key=_when
-        )
+        return sorted((version for version in versions if PROMOTED_AT in version.tags), key=_when)
 
     def _now(self) -> str:
         """Return the current time or, if the clock was set back, a time just after the last promotion.
@@ -319,7 +326,7 @@ class Registry:
         Raises:
             SmokeFailed: the predecessor does not answer; nothing was changed.
             NothingBefore: there is no champion, or it has no predecessor.
-            RegistryLost: there is no champion and no earlier one, although this workspace has had one.
+            RegistryError: there is no champion, and the earlier ones were rolled back or are not in the registry.
         """
         champion = self.champion()
         if not champion:
@@ -328,7 +335,7 @@ class Registry:
                 raise NothingBefore(f"{self.name} has no champion: there is nothing to go back from")
             last = str(promoted[-1].version)
             self.smoke(f"/{last}")
-            self._move(last)
+            self._move_back(last)
             return None, last
         if not (before := self.before(champion)):
             raise NothingBefore(
@@ -340,7 +347,7 @@ class Registry:
         # marked version again.
         self.mark(champion.version, {ROLLED_BACK: clock()})
         self._conclude(champion.version, f"Rolled back at {clock()}, to version {before}.")
-        self._move(before)
+        self._move_back(before)
         return str(champion.version), before
 
     def _confirm(self, number: str) -> bool:
@@ -358,7 +365,7 @@ class Registry:
             if self.aliases().get(CHAMPION) == number:
                 self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
                 if before := self.before(self.version(number)):
-                    self._move(before)
+                    self._move_back(before)
                 else:
                     self._drop(CHAMPION)
             self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
@@ -383,6 +390,10 @@ class Registry:
         self._check()  # just before the move: after a restart of the database MLflow reconnects, but the lock is lost
         self.client.set_registered_model_alias(self.name, CHAMPION, number)
         self._follow()
+
+    def _move_back(self, number: str) -> None:
+        self._move(number)
+        self._note(number)
 
     def _follow(self) -> None:
         """Update the aliases `previous` and `challenger` to match the champion."""

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models.utils import _enforce_schema
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
-from flows.registry import model_package, versions
+from flows.registry import last_champion, model_package, versions
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -109,6 +109,8 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
 def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models: Registry) -> None:
     promote(models, "1", "2", "3")
     assert models.roll_back() == ("3", "2")
+    assert (noted := last_champion.last("m"))
+    assert noted.version == "2"
     models.client.delete_model_version("m", "2")
     with pytest.raises(RegistryError, match=r"--rollback.* \b1\b.*--first"):
         models.look_for_champion(first=False)
@@ -116,8 +118,9 @@ def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models:
     assert models.roll_back() == (None, "1")
     assert models.aliases() == {CHAMPION: "1"}
     models.client.delete_model_version("m", "1")
-    with pytest.raises(RegistryLost):  # as far as this workspace knows
+    with pytest.raises(RegistryError, match=r"rolled back.*--first.*--again") as caught:
         models.roll_back()
+    assert not isinstance(caught.value, RegistryLost)
 
 
 def test_a_version_promoted_twice_counts_from_the_last_time(models: Registry) -> None:
