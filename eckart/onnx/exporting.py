@@ -215,7 +215,7 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0) + _first_position(model)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
-    outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
+    outputs = model(**given, **({_name_of_cache(model): cache, "use_cache": True} if cache else {}))
     logits = {name: outputs[name] for name in OUTPUTS if name in outputs}
     return logits | (_cached(cache, PRESENT) if cache else {})
 
@@ -246,10 +246,10 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
 def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     """Return the inputs, with a cache of some earlier tokens if the model keeps keys and values."""
-    accepted = inspect.signature(model.forward).parameters
-    if not (model.can_generate() and "past_key_values" in accepted and "attention_mask" in inputs):
+    name = _name_of_cache(model)
+    if not (model.can_generate() and name and "attention_mask" in inputs):
         return dict(inputs)
-    if not (cache := _cache_after(model, inputs)):
+    if not (cache := _cache_after(model, inputs, name)):
         return dict(inputs)
     past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, PAST).items()}
     mask = inputs["attention_mask"]
@@ -257,17 +257,23 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     return {**inputs, "attention_mask": torch.cat([seen, mask], 1), **past}
 
 
+def _name_of_cache(model: PreTrainedModel) -> str:
+    """Return the name that the argument and the output with the cache have, since transformers 5.24 `cache`; or ""."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in accepted), "")
+
+
 @torch.no_grad()
-def _cache_after(model: PreTrainedModel, inputs: Batch) -> DynamicCache | None:
+def _cache_after(model: PreTrainedModel, inputs: Batch, name: str) -> DynamicCache | None:
     """Return the keys and values of all tokens of `inputs`; None if the model keeps something else."""
     # use_cache is explicit, because training turns it off in the config
-    cache = model(**inputs, use_cache=True).past_key_values
+    cache = getattr(model(**inputs, use_cache=True), name)
     kinds = {type(layer) for layer in cache.layers} if isinstance(cache, DynamicCache) else {None}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return None
     if DynamicSlidingWindowLayer in kinds:  # it drops tokens, so that layers would have caches of several lengths
         cache = DynamicCache()
-        model(**inputs, past_key_values=cache, use_cache=True)
+        model(**inputs, **{name: cache}, use_cache=True)
     return cache
 
 

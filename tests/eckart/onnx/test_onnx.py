@@ -6,9 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -23,11 +24,14 @@ from transformers import (
     AutoTokenizer,
     BertForQuestionAnswering,
     BertForTokenClassification,
+    Cache,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_outputs import ModelOutput
 from typer.testing import CliRunner
 
 import eckart.onnx.exporting
@@ -330,6 +334,38 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, reque
         real = inputs["attention_mask"] == 1
         torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
         assert kept == 2 * 3 * heads * 9 * size * model.config.num_hidden_layers  # keys and values
+
+
+@dataclass
+class WithCache(ModelOutput):
+    logits: torch.Tensor | None = None
+    cache: Cache | None = None
+
+
+class RenamedCache(LlamaForCausalLM):
+    """A model of which argument and output are named `cache`, as in all models since transformers 5.24."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> WithCache:
+        found = super().forward(input_ids, attention_mask, position_ids, cache, use_cache=use_cache, **others)
+        return WithCache(found.logits, found.past_key_values)
+
+
+def test_the_cache_is_found_by_its_new_name(tmp_path: Path) -> None:
+    model = RenamedCache(shallow(tiny.causal_llama).config).eval()
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    inputs = batch(3, 9)
+    actual, kept = token_by_token(tmp_path / "model.onnx", inputs, 4)
+    real = inputs["attention_mask"] == 1
+    torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
+    assert kept
 
 
 def roberta_that_writes() -> PreTrainedModel:
