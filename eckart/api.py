@@ -77,7 +77,8 @@ from eckart.ranks.search_problem import ByFormula, SearchProblem
 from eckart.recipe import RENAMED, Recipe, complete, contradictions
 from eckart.recipe import recipes as complete_recipes
 from eckart.report import CompressedTarget as CompressedTarget
-from eckart.report import Report, compressed_targets
+from eckart.report import Report as Report
+from eckart.report import compressed_targets
 from eckart.text.self_written import write_text as write_text
 
 Score = Callable[[PreTrainedModel], float]

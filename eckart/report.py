@@ -125,6 +125,7 @@ class Report:
 
 
 def compressed_targets(chosen: ChosenRanks) -> dict[str, CompressedTarget]:
+    """Return name of a target → its result."""
     return {
         target.name: CompressedTarget(
             shape=(target.out_features, target.in_features),

@@ -21,8 +21,7 @@ from flows.engine.stage_processes import terminable
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 from tasks.config.schema import PARAMS
-from tasks.figures import write
-from tasks.multi_seed import seeds_figures, seeds_table, trials
+from tasks.multi_seed import seeds_table, trials
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials
 
@@ -163,6 +162,9 @@ def _tracking(experiment: str) -> str:
 
 def draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | None, pd.DataFrame]) -> None:
     """Draw the means over the seeds of each task, and scores over numbered tasks, into `folder`."""
+    from tasks.figures import write  # slow imports, which only this needs
+    from tasks.multi_seed import seeds_figures
+
     for study in studies:
         workspaces = [folder_of(study, seed) for seed in study.seeds]
         seeds_figures.write_means(workspaces, study.params["study"]["figures"], folder / (study.task or ""))

@@ -514,6 +514,7 @@ _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_
 
 
 COMPUTED = "computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
+"""The words of a message about a module that `computed_weights` returns."""
 
 
 def computed_weights(model: nn.Module) -> list[str]:

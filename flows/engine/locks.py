@@ -50,7 +50,7 @@ def repository() -> Iterator[Repo]:
     logging.getLogger("dvc").setLevel(logging.WARNING)
     where = f"{Path.cwd()} (.dvc/config, .dvc/config.local, .dvcignore)"
     try:
-        with RepairingRepo(_wait_for_lock=True) as repo:
+        with _open() as repo:
             where = str(Path.cwd())
             yield repo
     except LockError:
@@ -58,12 +58,15 @@ def repository() -> Iterator[Repo]:
     except sqlite3.Error as error:
         folder = os.environ.get(site_cache.VARIABLE)
         raise WorkspaceUnusable(f"DVC's databases in {folder}: {error}; make room there, or remove them") from error
-    except SCMError as error:
-        raise WorkspaceUnusable(
-            f"{error}. Call this in the folder of a workspace, which `eckart init` makes"
-        ) from error
     except (DvcException, Invalid, UnicodeDecodeError) as error:
         raise WorkspaceUnusable(f"DVC cannot use {where}: {_cause(error)}") from error
+
+
+def _open() -> Repo:
+    try:
+        return RepairingRepo(_wait_for_lock=True)
+    except SCMError as error:
+        raise WorkspaceUnusable(f"{error}: clone the workspace with git, or run `git init` here") from error
 
 
 def _cause(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from http.client import HTTPException
 from pathlib import Path
@@ -17,6 +18,7 @@ from urllib.request import urlopen
 
 from flows.engine import site_cache
 from flows.environment import redaction
+from tasks.artifacts.paths import ONNX
 
 LOOPBACK = "127.0.0.1"
 PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
@@ -74,8 +76,8 @@ def _bypass_proxies() -> None:
 
 
 def _is_no_empty_output(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record: drop DVC's warning about empty outputs, which stages that export nothing have."""
-    return record.msg != "'%s' is empty."
+    """Whether to keep a log record: drop DVC's warning about empty outputs of stages that train or export nothing."""
+    return not re.fullmatch(rf"'({ONNX}/.*|.*\.jsonl)' is empty\.", record.getMessage())
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:

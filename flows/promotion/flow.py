@@ -94,7 +94,7 @@ def rollback() -> str:
 
     Raises:
         NothingBefore: there is no champion, or it has no predecessor; the champion stays.
-        RegistryError: there is no champion, and the earlier ones were rolled back or are not in the registry.
+        RegistryError: there is no champion and none to return to, although there has been one.
         SmokeFailed: the predecessor does not answer; or an interrupted promotion had set a champion that does not
             answer, and was undone.
     """
@@ -232,9 +232,10 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
     run = mirror.find(models.client, experiment, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
     if version and versions.ROLLED_BACK in version.tags and not again:
+        options = "--again" if models.champion() else "--first --again"
         raise Refused(
             f"{candidate.name} is version {version.version} of {models.name}, which was "
-            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` promotes it nevertheless"
+            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote {options}` promotes it nevertheless"
         )
     if not version:
         pairs = "text_pair" in load_split("test") and kind_of(load_task()).answers_pairs

@@ -87,7 +87,8 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
 
     Raises:
         RegistryError: the registry fails, now or in the block.
-        RegistryLost: the registry has no champion, although this workspace has had one.
+        RegistryLost: the registry has no champion, although this workspace has had one; a RegistryError if versions of
+            this registry have been.
     """
     database.check()
     registry = _absolute(database.registry_address())
@@ -154,23 +155,27 @@ class Registry:
             first: whether to accept a registry without a champion, although this workspace has had a champion.
 
         Raises:
+            RegistryError: there is no champion, although versions of this registry have been, and `first` is False.
             RegistryLost: there is no champion, although this workspace has had one, and `first` is False.
-            RegistryError: there is no champion, but versions that were or that were rolled back, and `first` is False.
         """
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
                 self._note(str(champion.version))
-        elif not first and (promoted := self._promoted()):
+            return
+        if first:
+            return
+        begin = "`eckart promote --first` promotes a candidate; add --again for one that was rolled back"
+        if promoted := self._promoted():
             raise RegistryError(
                 f"{self.name} has no champion: its version or alias was deleted. `eckart promote --rollback` makes "
-                f"version {promoted[-1].version} the champion, and `eckart promote --first` promotes a candidate"
+                f"version {promoted[-1].version} the champion. {begin}"
             )
-        elif not first and self._champions():
+        if self._champions():
             raise RegistryError(
-                f"{self.name} has no champion: its version was deleted, and those before it were rolled back. "
-                "`eckart promote --first` promotes a candidate, and with --again also one that was rolled back"
+                f"{self.name} has no champion: its version or alias was deleted, and all others were rolled back. "
+                f"{begin}"
             )
-        elif not first and (had := self._last_known_champion()):
+        if had := self._last_known_champion():
             raise RegistryLost(
                 f"the model registry at {_place()} has no champion of {self.name}, but this workspace has had {had}. "
                 "Restore that registry, or start a new one with `eckart promote --first`"
@@ -202,12 +207,12 @@ class Registry:
 
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, in the order of their promotions."""
-        return [version for version in self._champions() if ROLLED_BACK not in version.tags]
+        return sorted((version for version in self._champions() if ROLLED_BACK not in version.tags), key=_when)
 
     def _champions(self) -> list[ModelVersion]:
-        """Return the versions that ever became the champion, in the order of their promotions."""
+        """Return the versions that ever became the champion, also those that were rolled back."""
         versions = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted((version for version in versions if PROMOTED_AT in version.tags), key=_when)
+        return [version for version in versions if PROMOTED_AT in version.tags or ROLLED_BACK in version.tags]
 
     def _now(self) -> str:
         """Return the current time or, if the clock was set back, a time just after the last promotion.
@@ -326,12 +331,12 @@ class Registry:
         Raises:
             SmokeFailed: the predecessor does not answer; nothing was changed.
             NothingBefore: there is no champion, or it has no predecessor.
-            RegistryError: there is no champion, and the earlier ones were rolled back or are not in the registry.
+            RegistryError: there is no champion and none to return to, although there has been one.
         """
         champion = self.champion()
         if not champion:
             if not (promoted := self._promoted()):
-                self.look_for_champion(first=False)  # raises if the registry was lost
+                self.look_for_champion(first=False)  # raises if there has been a champion
                 raise NothingBefore(f"{self.name} has no champion: there is nothing to go back from")
             last = str(promoted[-1].version)
             self.smoke(f"/{last}")
@@ -392,6 +397,7 @@ class Registry:
         self._follow()
 
     def _move_back(self, number: str) -> None:
+        """Make an earlier champion the champion again, and note it in the workspace."""
         self._move(number)
         self._note(number)
 

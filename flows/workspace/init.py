@@ -19,7 +19,7 @@ from flows.engine import cached_objects
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.paths import BASE, RAW
+from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, read, sections

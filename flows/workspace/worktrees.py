@@ -21,7 +21,7 @@ from typing import IO
 from flows.engine import cached_objects, dvc_transport
 from flows.engine.lock_file import LOCK
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.paths import BASE, RAW
+from tasks.artifacts.input_folders import BASE, RAW
 from tasks.config.schema import PARAMS
 
 WORKSPACES = Path("workspaces")

@@ -7,10 +7,6 @@ from pathlib import Path
 
 from tasks.artifacts.results_schema import Runtime
 
-RAW = Path("data/raw")
-"""Folder of the user's data."""
-BASE = Path("models/base")
-"""Folder of the user's model."""
 IMPORTANCE = Path("data/importance")
 """Folder of the calibration statistics and of TARGETS."""
 TARGETS = IMPORTANCE / "targets.json"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.artifacts.paths import BASE, RAW
+from tasks.artifacts.input_folders import BASE, RAW
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

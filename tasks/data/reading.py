@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.artifacts.errors import StageError
-from tasks.artifacts.paths import RAW
+from tasks.artifacts.input_folders import RAW
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.hub_data import load_from_hub

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
-from tasks.artifacts.paths import BASE
+from tasks.artifacts.input_folders import BASE
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.data import pypi_archives

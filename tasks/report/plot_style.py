@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-# Of texts, of lines that matter less, and of axes and grid. The report's page puts variables in their place.
+# Colors of texts, of less important lines, and of axes and grid. The page puts variables of its style sheet there.
 INK, MUTED, RULE = "#1d2530", "#5d6876", "#dfe3e8"
 _TEXTS = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "legend.labelcolor")
 STYLE: dict[str, Any] = {

@@ -60,9 +60,9 @@ def _interruptible(words: list[str], root: str, environment: dict[str, str], sai
 
 def workspace(root: Path, last: str) -> Path:
     """Make a study whose first stage waits while there is a file `hold`, and whose second runs the command `last`."""
-    training = "echo step 1/4 loss 0.75; while [ -e hold ]; do sleep 0.1; done; mkdir -p reports/b; echo > reports/a"
+    training = "echo step 1/4 loss 0.75; while [ -e hold ]; do sleep 0.1; done; mkdir -p reports models/onnx/a"
     stages = {
-        "train": {"cmd": training, "outs": ["reports/a", "reports/b"]},
+        "train": {"cmd": [training, "echo > reports/a"], "outs": ["reports/a", "models/onnx/a"]},
         "compare": {"cmd": last, "deps": ["reports/a"], "outs": ["reports/comparison.txt"]},
     }
     toy_study(root, stages)
@@ -102,7 +102,7 @@ def test_running_stages_are_drawn_and_the_terminal_is_left_clean(
     assert re.search(r"MLflow .*127\.0\.0\.1", drawn)  # a warning
     assert "| INFO " not in terminal.shown
     assert "Finished in state" not in terminal.shown
-    assert "reports/b" not in drawn  # which is empty, as DVC warns
+    assert "onnx/a" not in drawn  # which is empty, as DVC warns
     assert ("the comparison" in after) is ("candidate" in after) is (end == "done")
     assert "speedup" not in after  # of a table that is wider than the terminal
     assert ("compare: " in after) is (end == "failed")

@@ -670,6 +670,6 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
 
 def test_where_git_is_missing_the_message_says_so_alone(workspace: Path) -> None:
     shutil.rmtree(workspace / ".git")
-    with pytest.raises(engine.WorkspaceUnusable, match=r"git.*eckart init") as caught:
+    with pytest.raises(engine.WorkspaceUnusable, match=r"git init") as caught:
         engine.plan()
     assert ".dvcignore" not in str(caught.value)

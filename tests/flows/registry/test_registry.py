@@ -106,7 +106,9 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
         assert version.description.endswith(version.tags[versions.DECISION])
 
 
-def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models: Registry) -> None:
+def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(
+    models: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     promote(models, "1", "2", "3")
     assert models.roll_back() == ("3", "2")
     assert (noted := last_champion.last("m"))
@@ -120,6 +122,12 @@ def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(models:
     models.client.delete_model_version("m", "1")
     with pytest.raises(RegistryError, match=r"rolled back.*--first.*--again") as caught:
         models.roll_back()
+    assert not isinstance(caught.value, RegistryLost)
+    silence(monkeypatch)
+    with pytest.raises(SmokeFailed):
+        promote(models, "3")  # which was rolled back
+    with pytest.raises(RegistryError, match="--first") as caught:
+        models.look_for_champion(first=False)
     assert not isinstance(caught.value, RegistryLost)
 
 
