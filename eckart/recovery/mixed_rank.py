@@ -220,5 +220,7 @@ class MixedRankRule(Rule):
         """
         if not self.classes:
             return mse_loss(first, second)
+        if not len(first):  # a batch without a labeled token
+            return (first + second).float().sum()
         p, q = log_softmax(first.float(), -1), log_softmax(second.float(), -1)
         return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2

@@ -62,10 +62,10 @@ def write_text(
         prompts and first tokens, and the labels are the ids.
 
     Raises:
-        ValueError: the model cannot write, the block is longer than the model's positions, or the documents have no
-            beginning.
+        ValueError: the model cannot write, the block is longer than the model's positions, the temperature is not
+            above 0, or the documents have no beginning.
     """
-    _check(model, length)
+    _check(model, length, temperature)
     generator = torch.Generator().manual_seed(seed)
     draws = _Draws(
         _beginnings(model, prompts, first, length, generator), _tokens(model, "eos_token_id"), temperature, seed
@@ -134,11 +134,13 @@ class _Draws(LogitsProcessor):
         self.given[row, position : position + len(part)] = torch.tensor(part, dtype=torch.long)
 
 
-def _check(model: PreTrainedModel, length: int) -> None:
+def _check(model: PreTrainedModel, length: int, temperature: float) -> None:
     if model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(f"{type(model).__name__} writes no text: load the model with AutoModelForCausalLM")
     if length < 2:
         raise ValueError(f"length is {length}, which leaves no token to write: give at least 2")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}: give a number above 0")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"length is {length}, but the model has {positions} positions: lower it")

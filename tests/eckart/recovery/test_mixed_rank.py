@@ -242,6 +242,17 @@ def test_extreme_logits_disagree_finitely():
     assert first["logits"].grad.isfinite().all()
 
 
+def test_a_batch_without_a_label_adds_nothing():
+    """The task's loss is 0 then, not nan as the mean over no prediction."""
+    _, low, weights = halves()
+    rule = rule_of(low, weights)
+    rule.before_forward(0)
+    first, second = ({"logits": torch.zeros(0, 2, requires_grad=True), "loss": torch.zeros(())} for _ in range(2))
+    extra = rule.extra_loss(lambda **_: second, {}, first)
+    extra.backward()
+    assert float(extra.detach()) == 0
+
+
 # --- wrapping --------------------------------------------------------------------------------------------------------
 
 

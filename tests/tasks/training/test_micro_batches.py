@@ -86,6 +86,16 @@ def last_point() -> dict[str, float]:
     return json.loads(CURVE.read_text().splitlines()[-1])
 
 
+def test_a_step_has_the_models_own_mean_loss() -> None:
+    """GPT-2 predicts one token less than it has labels, which its loss must not be divided by."""
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    for model in (tiny.causal_llama(), tiny.build("GPT2LMHeadModel", vocab_size=tiny.VOCABULARY, **sizes)):
+        data = blocks().select(range(8))
+        expected = float(model.double().eval()(**default_data_collator(list(data))).loss)
+        train(model, default_data_collator, data, CURVE, dropout=False, **{**OPTIONS, "steps": 1})
+        assert last_point()["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("make", [None, distilled, mixed, pruned, sparse])
 def test_micro_batches_take_the_steps_of_the_whole_batch(
     make: Callable[[PreTrainedModel, tuple[Target, ...]], Rule] | None,
