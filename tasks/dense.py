@@ -33,7 +33,7 @@ def dense() -> None:
     scores, predictions = control, control_predictions = scorer.all_scores(model, tokenizer, "dense")
     trivial_predictions = kind.trivial(train, scorer.splits["test"], tokenizer)
     trivial, warning = compare(task, scores.score.metric, predictions["test"], trivial_predictions)
-    say(f"trivial baseline, {kind.trivial_answer}: {task.metric} {trivial:.4f}")
+    say(f"trivial baseline, {kind.trivial_answer}: {task.metric} {trivial:.6g}")
     warn(warning)
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):

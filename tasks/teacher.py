@@ -17,6 +17,7 @@ from tasks.config.schema import Model, Seed, Trainer, Training, section
 from tasks.data.loading import encoded
 from tasks.models import model_license, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base
+from tasks.models.causality import check_causal
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, run, say, warn
@@ -34,6 +35,8 @@ def teacher() -> None:
     kind = kind_of(task)
     set_seed(seed)
     base = new_model.make(model.new, model.dtype, task, load_split("train")) if model.new else load_base(model, task)
+    if kind.running_text:
+        check_causal(base.model)
     _check(base, settings, task)
     data = encoded("train", base.tokenizer) if settings.epochs else []
     with output(UNTAUGHT) as folder:

@@ -247,7 +247,8 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
     labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
     if mask is not None:
         labels = labels.masked_fill(mask[:, :-1] == 0, IGNORED)
-    return sum_of_means(model(**batch).logits[:, :-1], labels)
+    inputs = {name: values for name, values in batch.items() if name not in LABELS}  # the model computes no second loss
+    return sum_of_means(model(**inputs).logits[:, :-1], labels)
 
 
 def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:

@@ -98,7 +98,9 @@ def machine(alone: bool = False) -> Iterator[None]:
     Args:
         alone: whether to keep all other stages from running meanwhile.
     """
-    with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
+    path = Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock"
+    # In a folder that all users can write: a link there may name any file of this user, which must stay as it is.
+    with open(path, opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
         yield

@@ -29,7 +29,7 @@ from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from flows.workspace import deployment_owner
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.names import candidate_of, stage_name
+from tasks.artifacts.names import FIGURES_STAGE, candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.config import validation
@@ -183,8 +183,9 @@ def choose(name: str | None = None) -> Recorded:
         Refused: stages are not up to date, there is no such candidate, or no candidate is within the limits.
     """
     planned = nothing_to_do.plan()
-    # The stage `compare` may be stale: the report only shows the choice, and new limits apply without a new report.
-    if stale := [stage.name for stage in planned if not stage.cached and stage.name != "compare"]:
+    # Report and figures may be stale: they only show the choice, and new limits apply without them.
+    shown = ("compare", f"{FIGURES_STAGE}@")
+    if stale := [stage.name for stage in planned if not stage.cached and not stage.name.startswith(shown)]:
         listed = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{counted(len(stale), 'stage')} not up to date ({listed}): run `eckart run` first")
     results = load_results()

@@ -73,11 +73,11 @@ def _on_machine(address: str, name: str) -> Iterator[Callable[[], None]]:
 
 
 def _opener(path: str, _: int) -> int:
-    """Open a lock file, which is made if it does not exist, or which another user may have made."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # on NFS, the lock needs a file that can be written
+    """Open a lock file, but no link. It is made if it does not exist, and another user may have made it."""
+    try:  # on NFS, the lock needs a file that can be written
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except PermissionError:
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def _digest(text: str) -> str:

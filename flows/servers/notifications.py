@@ -95,7 +95,7 @@ def _report_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: s
 
 def _report_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence: timedelta) -> AutomationCore:
     """Return an automation that reports if no run succeeds within `silence`, after the last success or the set-up."""
-    hours = f"{silence.total_seconds() / 3600:.3g} hours"
+    hours = f"{silence.total_seconds() / 3600:,.1f} hours"
     subject = f"study/{deployment}: no success in {hours}"
     body = f"No run of study/{deployment} has succeeded in {hours}. Is `eckart serve`, or its worker, running?"
     return AutomationCore(

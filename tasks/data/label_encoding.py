@@ -50,8 +50,8 @@ def names_in_source(cells: pd.Series) -> list[Any]:
     Args:
         cells: column of which each cell is a list of labels.
     """
-    first = cells.iloc[0]
-    return list(first.categories) if isinstance(first, pd.Categorical) else []
+    named = next((cell for cell in cells if isinstance(cell, pd.Categorical)), None)  # a cell may be empty
+    return [] if named is None else list(named.categories)
 
 
 def is_numeric(labels: pd.Series) -> bool:

@@ -169,10 +169,11 @@ def longest(model: PreTrainedModel) -> int | None:
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
     """Draw inputs `(rows, tokens)` for measurements of `model`; a decoder reads the same tokens as its encoder."""
     config = model.config.get_text_config()
-    ids = torch.randint(config.vocab_size, (rows, tokens), device=inputs_device(model))
+    vocabulary = getattr(config, "vocab_size", 256)  # CANINE has none, since it hashes its ids
+    ids = torch.randint(vocabulary, (rows, tokens), device=inputs_device(model))
     if model.config.is_encoder_decoder and config.eos_token_id is not None:
         end = torch.as_tensor(config.eos_token_id).reshape(-1)[0].item()
-        ids[ids == end] = (end + 1) % config.vocab_size
+        ids[ids == end] = (end + 1) % vocabulary
         ids[:, -1] = end  # which classifiers of BART and T5 read, and of which each row must have as many
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model needs this input

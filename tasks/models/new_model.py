@@ -57,6 +57,8 @@ def word_tokenizer(new: NewModel, texts: Iterable[str]) -> PreTrainedTokenizerFa
     """
     splitter, special = _SPLITTERS[new.words], (_PAD, _UNKNOWN, _END)
     counts = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(text.replace(_UNKNOWN, " ")))
+    for name in special:
+        counts.pop(name, None)
     words = sorted(counts, key=lambda word: (-counts[word], word))[: new.vocabulary]
     tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate((*special, *words))}, _UNKNOWN))
     tokenizer.pre_tokenizer = splitter

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import IGNORED, Batch, Predictions, token_losses
+from eckart.calibration.losses import IGNORED, Batch, Loss, Predictions, causal_loss, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest
@@ -53,7 +53,8 @@ class LanguageModeling(NlpTask):
     running_text: ClassVar = True
     options: ClassVar = ("calibration_blocks", "first", "separator", "stride")
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
-    auto_class: ClassVar = "AutoModelForCausalLM"  # its loss is also the mean over blocks, as all have the same length
+    auto_class: ClassVar = "AutoModelForCausalLM"
+    own_loss: ClassVar = False  # BART's decoder compares each token with the prediction of the next one
     pipeline: ClassVar = "text-generation"
     trivial_answer: ClassVar = "the frequencies of tokens in the training text"
     answer_columns: ClassVar = {"loss": {**NUMBER, "required": False}, "continuation": {**STRING, "required": False}}
@@ -70,7 +71,7 @@ class LanguageModeling(NlpTask):
         return super().prepare(frame.assign(text=text), names, source)
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return blocks of `max_length` tokens. The labels equal the blocks, since the model itself shifts them by one.
+        """Return blocks of `max_length` tokens. The labels equal the blocks: the loss shifts them by one.
 
         If there are more blocks than data.sizes allows, those with the lowest hashes are taken, which is a random
         sample. Calibration blocks are a sample of the training blocks, or begin at random tokens of the training text.
@@ -137,6 +138,10 @@ class LanguageModeling(NlpTask):
             return rows
         purpose = "calibration" if split == "calibration" else "sample"
         return rows[np.sort(lowest((block.tolist() for block in blocks[rows]), size, self.spec.seed, purpose))]
+
+    @property
+    def loss(self) -> Loss:
+        return causal_loss
 
     @property
     def predictions(self) -> Predictions:

@@ -25,7 +25,7 @@ import grimp
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, recipe_and_keep
 from tasks.config import schema
-from tasks.runtime.code_folders import PACKAGES, code_folders
+from tasks.runtime.code_folders import PACKAGES, belongs, code_folders
 
 _METHODS = ("eckart.ranks", "eckart.recovery", "eckart.residual", "eckart.shaping")
 """Packages that import all methods of a family in order to list them."""
@@ -44,7 +44,7 @@ _VALUES = {"eckart.published_recipes"}
 """Modules that contain only values of parameters, which are also in resolved.yaml."""
 
 _KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
-_NO_DATA = (".py", ".pyc", ".typed", ".yaml")
+_NO_DATA = (".py", ".typed", ".yaml")
 """Suffixes of files in a package that are not data of a stage."""
 _RESOLVE = "resolve"
 _TRIES = 10  # of parsing a file: two threads seldom do so at the same moment
@@ -164,7 +164,8 @@ def _digest(module: str, path: Path) -> str:
     """Return the digest of a module's file; for a package, of its `__init__.py` and of the data files beside it."""
     files = [path]
     if path.name == "__init__.py":
-        files += sorted(file for file in path.parent.iterdir() if file.is_file() and file.suffix not in _NO_DATA)
+        beside = (file for file in path.parent.iterdir() if file.is_file() and belongs(file))
+        files += sorted(file for file in beside if file.suffix not in _NO_DATA)
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes()

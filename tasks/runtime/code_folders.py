@@ -19,11 +19,16 @@ def code_folders() -> dict[str, Path]:
     return {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
 
 
+def belongs(file: Path) -> bool:
+    """Whether a file in a package is part of it: no bytecode, and nothing that editors, merges or a desktop leave."""
+    return not (file.name.startswith(".") or file.name.endswith((".pyc", "~", ".orig", ".rej")))
+
+
 def all_code() -> str:
     """Return the digest of all code that stages can run."""
     digest = hashlib.sha256()
     for package, folder in code_folders().items():
         for file in sorted(folder.rglob("*")):
-            if file.is_file() and file.suffix != ".pyc":
+            if file.is_file() and belongs(file):
                 digest.update(f"{package}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:32]

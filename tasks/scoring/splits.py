@@ -45,7 +45,7 @@ class Scorer:
         """Score a model on all examples of a split, and print the score with the model's `name`."""
         size = self.settings.batch_size
         scored = kind_of(self.task).score(model, tokenizer, self.splits[split], size, split)
-        say(f"{name}: {self.task.metric} {scored.score.metric:.4f} on {scored.score.examples} {split} examples")
+        say(f"{name}: {self.task.metric} {scored.score.metric:.6g} on {scored.score.examples} {split} examples")
         return scored
 
     def on_texts(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Score]:
@@ -63,7 +63,7 @@ class Scorer:
                 scores[text] = kind.score(model, tokenizer, rows, self.settings.batch_size, "test").score
             except StageError as error:
                 raise StageError(f"evaluate.texts.{text}: {error}") from error
-            say(f"{name}: {task.metric} {scores[text].metric:.4f} on {scores[text].examples} examples of {text}")
+            say(f"{name}: {task.metric} {scores[text].metric:.6g} on {scores[text].examples} examples of {text}")
         return scores
 
     def all_scores(

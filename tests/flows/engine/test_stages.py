@@ -673,3 +673,16 @@ def test_where_git_is_missing_the_message_says_so_alone(workspace: Path) -> None
     with pytest.raises(engine.WorkspaceUnusable, match=r"git init") as caught:
         engine.plan()
     assert ".dvcignore" not in str(caught.value)
+
+
+def test_the_lock_of_the_machine_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users can write in the folder for temporary files, where they could let it name a file of another."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with locks.machine():
+        (lock,) = tmp_path.iterdir()
+    (tmp_path / "thesis").write_text("all of it")
+    lock.unlink()
+    lock.symlink_to("thesis")
+    with pytest.raises(OSError, match=re.escape(str(lock))), locks.machine():
+        pass
+    assert (tmp_path / "thesis").read_text() == "all of it"

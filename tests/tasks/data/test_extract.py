@@ -16,6 +16,7 @@ import pytest
 
 from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.schema import Data
+from tasks.data.label_encoding import names_in_source
 from tasks.data.loading import encoded
 from tasks.data.reading import as_frame, read_file
 from tasks.data.splitting import split_source
@@ -358,6 +359,11 @@ def test_classes_of_a_typed_file_keep_their_names() -> None:
     assert all(
         ids[text] == label for text, label in zip(splits["train"]["text"], splits["train"]["label"], strict=True)
     )
+
+
+def test_names_of_labels_are_found_where_the_first_example_has_none() -> None:
+    cells = pd.Series([None, pd.Categorical(["b"], categories=["z", "b"])])
+    assert names_in_source(cells) == ["z", "b"]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])

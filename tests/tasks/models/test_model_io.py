@@ -25,6 +25,12 @@ def test_random_inputs_are_tokens_of_the_text_model() -> None:
     assert model(**inputs).logits.shape == (2, 4, model.config.text_config.vocab_size)
 
 
+def test_random_inputs_suit_a_model_without_a_vocabulary() -> None:
+    sizes = {"num_hash_buckets": 64, "local_transformer_stride": 16, "max_position_embeddings": 32}
+    model = tiny.build("CanineForSequenceClassification", **tiny.LAYERS, **sizes)
+    assert model(**random_inputs(model, 2, 20)).logits.shape == (2, 2)
+
+
 @pytest.mark.parametrize("family", [BartForSequenceClassification, T5ForSequenceClassification])
 def test_classifiers_that_read_the_end_of_a_text_find_one_in_each_row(family: Any) -> None:
     sizes = {

@@ -29,6 +29,11 @@ def test_words_are_the_most_frequent_ones_and_a_line_break_is_a_token() -> None:
     assert tokenizer("the <unk>\nis, is N\n", add_special_tokens=False)["input_ids"] == [4, 1, 2, 1, 3, 1, 2]
 
 
+def test_a_word_that_is_spelled_as_padding_leaves_no_gap() -> None:
+    tokenizer = word_tokenizer(new(), ["a <pad> b", "b"])
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+
 def test_punctuation_ends_a_word_only_where_that_is_asked() -> None:
     for words, tokens in (("spaces", ["it,", "n't"]), ("punctuation", ["it", ",", "n", "'", "t"])):
         tokenizer = word_tokenizer(new(words=words), ["it, n't"])

@@ -17,6 +17,7 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     GgufConfig,
@@ -35,10 +36,13 @@ from tasks.config.schema import Model
 from tasks.data.loading import encoded
 from tasks.extract import extract
 from tasks.models.base_model import load_base
+from tasks.models.causality import check_causal
 from tasks.nlp_tasks import kind_of, language_modeling
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring.bootstrap import RESAMPLES, resampled
 from tasks.scoring.splits import load_scorer
+from tasks.teacher import teacher
+from tests import tiny
 from tests.workspace import a_task, reviews, run_stage, run_study, tiny_params, write_params
 
 ALPHABET = sorted(ByteLevel.alphabet())
@@ -262,7 +266,39 @@ def params(**data: Any) -> dict[str, Any]:
     return tiny_params(data={**read, **learn, **data}, study={"recipes": ["svd", "kfac"]}, teacher={"epochs": 1})
 
 
+def encoder(**options: Any) -> PreTrainedModel:
+    ids = {"vocab_size": END + 1, "pad_token_id": END}
+    return tiny.build("BertLMHeadModel", **ids, **tiny.LAYERS, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_read_what_they_are_to_predict_are_found(dtype: torch.dtype) -> None:
+    bart = tiny.build("BartForCausalLM", vocab_size=END + 1, d_model=16, decoder_layers=1, decoder_attention_heads=2)
+    for causal in (model(), encoder(is_decoder=True), bart):
+        check_causal(causal.to(dtype))
+    xlm = tiny.build("XLMWithLMHeadModel", vocab_size=END + 1, emb_dim=16, n_layers=2, n_heads=2)
+    for reading in (encoder(), xlm):
+        with pytest.raises(StageError, match="decoder"):
+            check_causal(reading.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["BartForCausalLM", "LlamaForCausalLM"])
+def test_the_loss_is_that_of_the_next_token_whatever_the_model_returns(name: str) -> None:
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    decoder = tiny.build(name, vocab_size=END + 1, **sizes).eval() if name.startswith("Bart") else model()
+    ids = torch.arange(3 * 7).reshape(3, 7)
+    expected = cross_entropy(decoder(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) * 3
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    torch.testing.assert_close(kind_of(task()).objective().training_loss(decoder, batch), expected)
+
+
 class TestStages:
+    def test_an_encoder_is_no_language_model(self, workspace: Path) -> None:
+        encoder().save_pretrained(BASE)
+        run_stage("extract")
+        with pytest.raises(StageError, match=r"BertLMHeadModel.*is_decoder"):
+            teacher()
+
     def test_passages_of_the_text_are_carved_and_stay_as_it_grows(self, workspace: Path) -> None:
         """But for the last one, which may go on in what is new."""
         sides = []

@@ -317,3 +317,9 @@ def test_what_is_emptied_is_empty_and_the_rest_stays(tmp_path: Path) -> None:
     yaml_edit.update({"study": {"goals": [], "texts": {}}}, path)
     assert read(path) == {"study": {"goals": [], "texts": {}}, "seed": 0}
     assert "# of all" in path.read_text()
+
+
+def test_a_number_of_any_size_can_be_written() -> None:
+    """A training that diverged may leave a perplexity of 1e300 beside one of 20."""
+    assert between(-1e30, 1e300, 20.0) == "-1.0e30 to +1.0e300"
+    assert score(5.0, 1e30) == "5.000 ± 1.0e30"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,15 @@ def test_code_is_not_checked_where_nothing_names_it(tmp_path: Any, monkeypatch: 
 
 
 YAML_PARAMETERS = "study: {recipes: []}\nrecipes: {}\ndata: {task: regression}\n"
+
+
+@pytest.mark.parametrize("name", [".finetune.py.swp", ".DS_Store", "page.html~", "page.html.orig"])
+def test_what_editors_leave_beside_code_is_no_code(tmp_path: Path, name: str) -> None:
+    """A digest that changed would fail the stages that run, at their end."""
+    package = tmp_path / "__init__.py"
+    package.touch()
+    before = code_digests._digest("tasks", package)
+    (tmp_path / name).write_text("left")
+    assert code_digests._digest("tasks", package) == before
+    (tmp_path / "page.html").write_text("data")
+    assert code_digests._digest("tasks", package) != before
