@@ -19,7 +19,7 @@ from flows.engine import supervisor
 from flows.engine.run_options import SEED_FOLDER, Options
 from flows.engine.stage_processes import terminable
 from flows.workspace import worktrees
-from flows.workspace.worktrees import WORKSPACES, WorkspaceError
+from flows.workspace.worktrees import WORKSPACES, Sources, WorkspaceError
 from tasks.config.schema import PARAMS
 from tasks.multi_seed import seeds_table, trials
 from tasks.multi_seed.study_file import StudyFile
@@ -51,12 +51,13 @@ def run_tasks(
         Four values: the studies with the variants that their trials chose; task → results; task → differences between
         pairs of candidates; name of a failed run (task and seed) → cause.
     """
+    start = worktrees.sources()  # once, since a commit hours later must not reach the later seeds
     ran: list[StudyFile] = []
     results: dict[str | None, pd.DataFrame] = {}
     pairs: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        chosen, causes = run_all(study, options)
+        chosen, causes = run_all(study, options, start)
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
@@ -67,43 +68,43 @@ def run_tasks(
     return ran, results, pairs, failed
 
 
-def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
+def run_all(study: StudyFile, options: Options, start: Sources) -> tuple[StudyFile, dict[int, str]]:
     """Run the trials of a study, if it has any; then run its seeds, with the variant of each recipe that they chose.
 
     Returns:
         The study with the variants that the trials chose, and failed seed → cause.
     """
     try:
-        study = _choose(study, study.trials, options) if study.trials else study
+        study = _choose(study, study.trials, options, start) if study.trials else study
     except WorkspaceError as error:
         return study, dict.fromkeys(study.seeds, str(error))
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            if not run(study, seed, options):
+            if not run(study, seed, options, start):
                 failed[seed] = "see its messages above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return study, failed
 
 
-def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
+def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources) -> StudyFile:
     """Run the trials of the study, and return the study with the best variant of each recipe."""
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
-    if not run(first, trial.seed, options):
+    if not run(first, trial.seed, options, start):
         raise WorkspaceError("the trials failed: see their messages above")
     return study.at_its_best(trials.results(trial, study.metric, folder))
 
 
-def run(study: StudyFile, seed: int, options: Options) -> bool:
+def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
     """Run `eckart run` in the workspace of a seed, and return whether it succeeded."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.locked(folder) as lock:
-        prepare(study, seed)
+        prepare(study, seed, start)
         tracking = _tracking(study.params["study"]["name"])
         environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": tracking, SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.
@@ -125,10 +126,10 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
                 raise
 
 
-def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of a seed, or update it to the present commit, and write its params.yaml. Its outputs stay."""
+def prepare(study: StudyFile, seed: int, start: Sources) -> Path:
+    """Make the workspace of a seed, or update it to the study's commit, and write its params.yaml. Its outputs stay."""
     folder = folder_of(study, seed)
-    worktrees.follow(folder)
+    worktrees.follow(folder, start)
     of_task = f", task {study.task}," if study.task else ""
     comment = f"# Made from {PARAMS} and {study.path}{of_task} with seed {seed}; edits are overwritten.\n"
     yaml = YAML()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,28 @@ PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 class WorkspaceError(EckartError):
     """A workspace cannot be made or used. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What workspaces are made from: a commit, and the files of the folders that are not in git."""
+
+    commit: str
+    files: dict[str, tuple[int, int]]
+    """Path → size, and time of the last change."""
+
+
+def sources() -> Sources:
+    """Return the present commit and files, from which all workspaces of a study are to be made."""
+    found = [
+        os.path.join(top, name)
+        for part in CARRIED
+        for top, _, names in os.walk(part, followlinks=True)
+        for name in names
+    ]
+    states = {path: os.stat(path) for path in found}
+    files = {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
+    return Sources(git(Path(), "rev-parse", "HEAD").strip(), files)
 
 
 def check_root() -> None:
@@ -95,10 +118,19 @@ def locked(folder: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def follow(folder: Path) -> None:
-    """Make the workspace `folder`, or update it to the present commit and raw data. Its outputs and dvc.lock stay."""
+def follow(folder: Path, start: Sources) -> None:
+    """Make the workspace `folder`, or update it to a commit and the raw data. Its outputs and dvc.lock stay.
+
+    Raises:
+        WorkspaceError: a file of the raw data or base models is no longer as in `start`.
+    """
+    changed = sorted({path for path, _ in start.files.items() ^ sources().files.items()})
+    if changed:
+        raise WorkspaceError(
+            f"{changed[0]} changed since the study began: run the study again, so that all seeds read the same files"
+        )
     recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
-    check_out(folder, "HEAD")
+    check_out(folder, start.commit)
     if recorded is not None:  # dvc.lock belongs to the outputs there
         (folder / LOCK).write_bytes(recorded)
     for part in CARRIED:

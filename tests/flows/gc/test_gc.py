@@ -146,7 +146,7 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
     first = run(1)
     commit(main)
     folder = worktrees.WORKSPACES / "other-seed0"
-    worktrees.follow(folder)
+    worktrees.follow(folder, worktrees.sources())
     shutil.copy("dvc.lock", folder)
     call(main, "git", "rm", "-q", "--cached", "dvc.lock")
     call(main, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-q", "--amend", "-m", "none")
@@ -170,16 +170,16 @@ def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
     main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(main)
-    worktrees.follow(worktrees.WORKSPACES / "other-seed0")
+    worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())
     moved = main.rename(main.with_name("moved"))
     monkeypatch.chdir(moved)
-    for use in (collected, lambda: worktrees.follow(worktrees.WORKSPACES / "other-seed0")):
+    for use in (collected, lambda: worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())):
         with pytest.raises(EckartError, match="git worktree repair") as caught:
             use()
     (command,) = re.findall(r"`(git [^`]*)`", str(caught.value))
     call(moved, *command.split())
     assert collected()["other workspaces"] == 0
-    worktrees.follow(worktrees.WORKSPACES / "other-seed0")
+    worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())
 
 
 def test_nothing_goes_while_a_stage_runs_or_from_a_cache_of_several_clones(main: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from flows.cli import app
 from flows.engine.run_options import Options
 from flows.multi_seed import check_committed, folder_of, prepare
 from flows.workspace import worktrees
-from flows.workspace.worktrees import WorkspaceError, carry
+from flows.workspace.worktrees import WorkspaceError, carry, sources
 from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed import study_file
 from tasks.multi_seed.study_file import StudyFile
@@ -116,7 +116,7 @@ class TestCommitted:
 class TestWorkspaces:
     def test_a_worktree_at_head_with_the_shared_cache(self, repository: Path) -> None:
         (repository / "data/raw/own.csv").write_text("a,b\n")
-        folder = prepare(toy(), 3)
+        folder = prepare(toy(), 3, sources())
         assert folder == Path("workspaces/toy-seed3")
         assert call(folder, "git", "rev-parse", "HEAD") == call(repository, "git", "rev-parse", "HEAD")
         assert call(folder, "git", "branch", "--show-current") == ""
@@ -131,11 +131,11 @@ class TestWorkspaces:
         """DVC writes ASCII into its settings."""
         root = Path(shutil.copytree(made, tmp_path / "Jörgs Modelle", symlinks=True))
         monkeypatch.chdir(root)
-        folder = prepare(toy(), 3)
+        folder = prepare(toy(), 3, sources())
         assert call(folder, "dvc", "cache", "dir") == call(root, "dvc", "cache", "dir")
 
     def test_a_workspace_is_reused_at_the_new_commit_and_keeps_its_outputs(self, repository: Path) -> None:
-        folder = prepare(toy(), 0)
+        folder = prepare(toy(), 0, sources())
         (folder / "reports").mkdir()
         for name in ("reports/comparison.csv", "dvc.lock"):
             (folder / name).write_text("made\n")
@@ -143,14 +143,28 @@ class TestWorkspaces:
         for name in ("eckart/svd.py", "dvc.lock"):
             (repository / name).write_text("committed = 2\n")
         commit(repository)
-        prepare(toy(), 0)
+        prepare(toy(), 0, sources())
         assert (folder / "eckart/svd.py").read_text() == "committed = 2\n"
         assert {(folder / name).read_text() for name in ("reports/comparison.csv", "dvc.lock")} == {"made\n"}
         assert read(folder / "params.yaml")["seed"] == 0
 
+    def test_all_seeds_have_the_commit_and_the_files_of_the_first(self, repository: Path) -> None:
+        (repository / "data/raw/own.csv").write_text("a,b\n")
+        start = sources()
+        first = prepare(toy(), 0, start)
+        (repository / "eckart/svd.py").write_text("committed = 2\n")
+        commit(repository)
+        assert call(prepare(toy(), 1, start), "git", "rev-parse", "HEAD") == call(first, "git", "rev-parse", "HEAD")
+        (repository / "data/raw/own.csv").write_text("a,b,c\n")
+        with pytest.raises(WorkspaceError, match=r"data/raw/own\.csv"):
+            prepare(toy(), 2, start)
+        (repository / "data/raw/own.csv").unlink()
+        with pytest.raises(WorkspaceError, match=r"data/raw/own\.csv"):
+            prepare(toy(), 2, start)
+
     def test_a_folder_that_was_deleted_is_made_again(self, repository: Path) -> None:
-        shutil.rmtree(prepare(toy(), 0))
-        assert (prepare(toy(), 0) / "eckart/svd.py").exists()
+        shutil.rmtree(prepare(toy(), 0, sources()))
+        assert (prepare(toy(), 0, sources()) / "eckart/svd.py").exists()
 
     @pytest.mark.parametrize("own", [False, True], ids=["a folder", "a repository"])
     def test_a_folder_that_is_something_else_is_refused(self, repository: Path, own: bool) -> None:
@@ -162,7 +176,7 @@ class TestWorkspaces:
         (repository / "docs/draft.md").write_text("uncommitted\n")
         (repository / "params.yaml").write_text("seed: 4\n")
         with pytest.raises(WorkspaceError, match="`git worktree repair workspaces/toy-seed0`"):
-            prepare(toy(), 0)
+            prepare(toy(), 0, sources())
         assert call(repository, "git", "branch", "--show-current") == "main\n"
         assert (repository / "params.yaml").read_text() == "seed: 4\n"
 
@@ -177,7 +191,7 @@ class TestWorkspaces:
             hooked.setenv("GIT_DIR", str(repository / ".git"))
             hooked.setenv("GIT_WORK_TREE", str(repository))
             for _ in range(2):
-                folder = prepare(toy(), 0)
+                folder = prepare(toy(), 0, sources())
         assert not (folder / "hooked").exists()
         assert call(repository, "git", "branch", "--show-current") == "main\n"
 
@@ -185,7 +199,7 @@ class TestWorkspaces:
 def run_seed(root: str, seed: int) -> None:
     os.chdir(root)
     os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///mine.db"
-    multi_seed.run_all(toy(seed), Options())
+    multi_seed.run_all(toy(seed), Options(), sources())
 
 
 class TestRunning:
@@ -193,8 +207,23 @@ class TestRunning:
     def tracking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
+    def test_a_commit_during_the_study_reaches_no_seed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = call(repository, "git", "rev-parse", "HEAD")
+
+        def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
+            (repository / "eckart/svd.py").write_text(f"{len(list(Path('workspaces').iterdir()))}\n")
+            commit(repository)
+            return made_up(seeds=1), pd.DataFrame()
+
+        monkeypatch.setattr(summary, "collect", collect)
+        studies = [replace(toy(0), task=task) for task in ("one", "two")]
+        _, _, _, failed = multi_seed.run_tasks(studies, Options())
+        assert not failed
+        folders = [folder_of(study, 0) for study in studies]
+        assert [call(folder, "git", "rev-parse", "HEAD") for folder in folders] == 2 * [before]
+
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
+        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9), sources())
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -203,18 +232,18 @@ class TestRunning:
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with worktrees.locked(repository / "workspaces/toy-seed0"):
-            _, failed = multi_seed.run_all(toy(0), Options())
+            _, failed = multi_seed.run_all(toy(0), Options(), sources())
         assert "toy-seed0" in failed[0]
-        assert multi_seed.run_all(toy(0), Options()) == (toy(0), {})
+        assert multi_seed.run_all(toy(0), Options(), sources()) == (toy(0), {})
 
     def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
         asked = Trials(seed=0, keep=0.5, recipes={"svd": ({}, {"rate": 2}, {"rate": 3})})
         content = {**toy().params, "data": {"metric": "accuracy"}, "recipes": {"svd": {"rate": 1}}}
         study = replace(toy(0, 2), params=content, trials=asked)
-        folder = prepare(study.of_trials(asked), 0)
+        folder = prepare(study.of_trials(asked), 0, sources())
         for name, validation in {"svd": 0.5, "svd_trial2": 0.7, "svd_trial3": 0.6}.items():
             scored(folder, f"{name}-0.5", validation)
-        ran, failed = multi_seed.run_all(study, Options())
+        ran, failed = multi_seed.run_all(study, Options(), sources())
         assert not failed
         assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
         assert [variant.chosen for variant in ran.tried] == [False, True, False]
@@ -224,7 +253,7 @@ class TestRunning:
     def test_without_its_trials_no_seed_runs(self, repository: Path) -> None:
         asked = Trials(seed=1, keep=0.5, recipes={"svd": ({},)})
         study = replace(toy(0, 2), params={**toy().params, "recipes": {"svd": {}}}, trials=asked)
-        _, failed = multi_seed.run_all(study, Options())
+        _, failed = multi_seed.run_all(study, Options(), sources())
         assert set(failed) == {0, 2}
         assert not folder_of(study, 0).exists()
 
