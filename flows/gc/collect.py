@@ -22,7 +22,7 @@ from flows.engine import cached_objects, locks, stages
 from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, kind
 from flows.gc.saved_logits import kind_of_logits
-from flows.workspace import worktrees
+from flows.workspace import reproduce, worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
 
@@ -50,7 +50,7 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         )
     with ExitStack() as stack:
         # Workspaces of `eckart reproduce`, which are made again when needed.
-        reproduced = [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
+        reproduced = [folder.resolve() for folder in WORKSPACES.glob(reproduce.FOLDERS) if folder.is_dir()]
         scratch = [folder for folder in reproduced if _is_free(stack, folder)]
         known = _worktrees()
         present = [folder for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()]

@@ -28,6 +28,9 @@ from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
 
+FOLDERS = "reproduce-" + 10 * "[0-9a-f]"
+"""Pattern of the names of the worktrees, which a study's workspace, reproduce-paper-seed0, does not match."""
+
 
 class CannotReproduce(EckartError):
     """The stage or the revision does not exist, or the stage cannot be run again. The message says what to do."""

@@ -166,6 +166,14 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
     assert lacking(first)
 
 
+def test_the_workspace_of_a_study_stays_whatever_its_name(main: Path) -> None:
+    commit(main)
+    folder = worktrees.WORKSPACES / "reproduce-0123456789-seed0"
+    worktrees.follow(folder, worktrees.sources())
+    assert collected()["other workspaces"] == 0
+    assert folder.is_dir()
+
+
 def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
     main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
