@@ -11,7 +11,7 @@ flows/gc/saved_logits.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -103,6 +103,9 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
 
 
 def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:  # not with git, which may not know a folder if making it was interrupted
+    for folder in folders:
         cached_objects.remove(folder)
-    worktrees.git(Path(), "worktree", "prune")
+        # Not `prune`, which also forgets worktrees on a disk that is not mounted. Twice --force, since a worktree is
+        # locked if making it was interrupted; or else git may not know it.
+        with suppress(WorkspaceError):
+            worktrees.git(Path(), "worktree", "remove", "--force", "--force", str(folder))

@@ -174,6 +174,23 @@ def test_the_workspace_of_a_study_stays_whatever_its_name(main: Path) -> None:
     assert folder.is_dir()
 
 
+def test_git_forgets_the_scratch_worktrees_and_no_others(main: Path, tmp_path: Path) -> None:
+    commit(main)
+    own = tmp_path / "disk/own"
+    call(main, "git", "worktree", "add", "-q", "--detach", str(own))
+    before = call(main, "git", "worktree", "list")
+    known, locked, unknown = (worktrees.WORKSPACES / f"reproduce-012345678{digit}" for digit in "abc")
+    for folder in (known, locked):
+        worktrees.check_out(folder, "HEAD")
+    call(main, "git", "worktree", "lock", str(locked))
+    unknown.mkdir()
+    unmounted = own.parent.rename(tmp_path / "unmounted")
+    assert collected()["other workspaces"] == 3
+    unmounted.rename(own.parent)
+    assert call(main, "git", "worktree", "list") == before
+    assert call(own, "git", "status", "--porcelain") == ""
+
+
 def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
     main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
