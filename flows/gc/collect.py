@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from dvc.exceptions import DvcException
+from dvc.lock import LockError
 from dvc.repo import Repo
 
 from flows.engine import cached_objects, locks, stages
@@ -74,8 +75,8 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
 
 def _worktrees() -> list[Path]:
     """Return the worktrees of this repository other than the working directory."""
-    lines = worktrees.git(Path(), "worktree", "list", "--porcelain").splitlines()
-    folders = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
+    entries = [entry.splitlines() for entry in worktrees.git(Path(), "worktree", "list", "--porcelain").split("\n\n")]
+    folders = [Path(entry[0].removeprefix("worktree ")) for entry in entries if entry and "bare" not in entry]
     return [folder.resolve() for folder in folders if folder.exists() and folder.resolve() != Path.cwd().resolve()]
 
 
@@ -97,8 +98,10 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(locks.workspace(stack.enter_context(Repo(str(folder), _wait_for_lock=True))))
-        except DvcException as error:
+        except LockError as error:
             raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
+        except DvcException as error:
+            raise CannotCollect(f"DVC cannot use {folder}: repair it, or remove the worktree ({error})") from error
         yield
 
 

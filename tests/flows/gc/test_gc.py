@@ -191,6 +191,25 @@ def test_git_forgets_the_scratch_worktrees_and_no_others(main: Path, tmp_path: P
     assert call(own, "git", "status", "--porcelain") == ""
 
 
+def test_a_worktree_of_a_bare_repository_is_a_workspace(
+    main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(main)
+    call(tmp_path, "git", "clone", "-q", "--bare", str(main), "bare.git")
+    call(tmp_path / "bare.git", "git", "worktree", "add", "-q", "--detach", str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path / "own")
+    worktrees.check_out(worktrees.WORKSPACES / "reproduce-0123456789", "HEAD")
+    assert collected()["other workspaces"] == 1
+
+
+def test_settings_that_dvc_cannot_read_are_no_running_study(main: Path) -> None:
+    commit(main)
+    worktrees.check_out(worktrees.WORKSPACES / "other-seed0", "HEAD")
+    (worktrees.WORKSPACES / "other-seed0/.dvc/config").write_text("[core\n")
+    with pytest.raises(CannotCollect, match=r"^DVC cannot use .*other-seed0"):
+        collected()
+
+
 def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
     main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
