@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from flows.study import StudyFailed
 from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
 from tasks.report.goals import goal_results, goal_text
@@ -21,8 +20,9 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
     Each round adds one value for each recipe and goal, unless no value can bring the recipe closer to the goal. All
     recipes are run at every value, so that they can be compared. The values are written into params.yaml, so that an
-    interrupted search can continue. A line about each value is logged. A value that is too small for the ranks of a
-    recipe is taken out again, and no smaller one is tried.
+    interrupted search can continue; those whose round did not finish are taken out again, since they may be too small.
+    A line about each value is logged. After a value that is too small for the ranks of a recipe, no smaller one is
+    tried.
 
     Raises:
         ParamsError: study.goals is empty.
@@ -38,15 +38,16 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
     while True:
         try:
             run()
-        except StudyFailed as error:
+        except BaseException as error:  # such as Ctrl-C
             failed = {float(keep) for keep in _TOO_SMALL.findall(str(error))} & added
+            if out := failed or added:
+                _set_keeps(_keeps() - out)
+                why = "Too small for a recipe's ranks" if failed else "Not finished"
+                log(f"{why}, so taken out of {PARAMS} again: keep {', '.join(map(str, sorted(out)))}.")
             if not failed:
                 raise
             added -= failed
             too_small = max(too_small, *failed)
-            keeps = ", ".join(map(str, sorted(failed)))
-            log(f"Too small for a recipe's ranks, so taken out of {PARAMS} again: keep {keeps}.")
-            _set_keeps({*schema.section("study.keeps", list)} - failed)
             continue
         results = load_results()
         for keep in (keep for keep in results.keeps if keep not in logged):
@@ -58,8 +59,13 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         tried = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
         reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
         log(f"Trying keep {', '.join(tried)}, now in {PARAMS}, for {reasons}.")
-        added |= {*map(float, tried)}
-        _set_keeps({*schema.section("study.keeps", list), *map(float, tried)})
+        added = {*map(float, tried)}
+        _set_keeps(_keeps() | added)
+
+
+def _keeps() -> set[float]:
+    """Return the values in params.yaml, which the user may have edited during the run."""
+    return {*validation.typed_section("study").keeps}
 
 
 def _set_keeps(keeps: set[float]) -> None:

@@ -262,6 +262,34 @@ def test_a_keep_of_the_user_s_own_without_a_rank_is_an_error(workspace: Path) ->
     assert keeps_of_params() == before
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), StudyFailed("no space")])
+def test_only_what_the_search_added_and_did_not_finish_is_taken_out_at_its_end(
+    workspace: Path, end: BaseException
+) -> None:
+    """The user's own edits during the run stay, and the values that finished."""
+    ask(largest_drop=0.05)
+    rounds: list[list[float]] = []
+
+    def run() -> None:
+        rounds.append(keeps_of_params())
+        Path("resolved.yaml").write_text(Path("params.yaml").read_text())
+        if len(rounds) == 3:
+            yaml_edit.update({"study": {"keeps": [*keeps_of_params(), 0.11]}})
+            raise end
+        for recipe, keep in itertools.product(["one", "two"], keeps_of_params()):
+            make_candidate(recipe, keep, TARGETS, 0.8 - 0.4 * (1 - keep))
+        if len(rounds) == 1:
+            yaml_edit.update({"study": {"keeps": [*keeps_of_params(), 0.1]}})
+
+    with pytest.raises(type(end)):
+        pursue(run, print)
+    first, second, third = rounds
+    assert 0.1 in second
+    assert {*second} > {*first, 0.1}
+    assert {*third} > {*second}
+    assert {*keeps_of_params()} == {*second, 0.11}
+
+
 def test_nothing_runs_without_a_goal(workspace: Path) -> None:
     with pytest.raises(ParamsError):
         pursue(lambda: pytest.fail("it ran"), print)
