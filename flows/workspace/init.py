@@ -185,7 +185,8 @@ def _fill_in(draft: Path, folder: Path, options: InitOptions, again: bool, step:
         epochs = _epochs(changes, draft, present, default, step)
         changes = _amending(changes, options, present, default) | epochs
     elif changes:
-        name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
+        # A name has at most 50 characters.
+        name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-")[:50] or "study"
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
         changes["promotion"] = {"model": name, **changes.get("promotion", {})}
     before = flatten(present)

@@ -101,9 +101,15 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     parts: dict[str | None, dict[str, Any]] = dict(own.tasks.items()) if own.tasks else {None: {}}
     merged = {task: merge(common, part) for task, part in parts.items()}
     _check(common, merged, own, file)
+    too_long: list[str] = []
     for task, content in merged.items():
         if task and "name" not in parts[task].get("study", {}):  # an MLflow experiment of its own
-            content["study"] = {**content["study"], "name": f"{content['study']['name']}-{task}"}
+            name = f"{content['study']['name']}-{task}"
+            if not _NAME.fullmatch(longest := f"{name}-{trials.SUFFIX}" if own.trials else name):
+                too_long.append(f"tasks.{task}.study.name: would be {longest}, over 50 characters; write a shorter one")
+            content["study"] = {**content["study"], "name": name}
+    if too_long:
+        raise ParamsError(params.report(file, too_long))
     return tuple(
         StudyFile(path, resolve(content), chosen or (content.get("seed", 0),), task, own.published, own.trials)
         for task, content in merged.items()

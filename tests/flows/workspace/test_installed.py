@@ -250,6 +250,14 @@ def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
     Path("my-model").chmod(0o755)
 
 
+def test_the_name_of_a_folder_is_cut_to_that_of_a_study(own: Path) -> None:
+    folder = Path(60 * "x")
+    new_workspace.init(folder, InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    written = params(folder)
+    assert written["study"]["name"] == written["promotion"]["model"] == 50 * "x"
+    assert mistakes(written) == []
+
+
 def test_data_behind_a_link_have_the_name_of_the_link(own: Path) -> None:
     """A cache names files by their digests, and nothing there says what format they have."""
     Path("blobs").mkdir()

@@ -161,6 +161,16 @@ class TestTasks:
         assert [study.params["study"]["name"] for study in (one, two)] == ["tiny-one", "mine"]
         assert one.seeds == two.seeds == (0, 3)
 
+    @pytest.mark.parametrize(("length", "asked"), [(46, None), (39, ASKED)], ids=["alone", "with trials"])
+    def test_the_name_with_the_task_s_has_at_most_50_characters(
+        self, write: Callable[..., Path], length: int, asked: Any
+    ) -> None:
+        """And with the suffix of the trials. It becomes study.name of a workspace's params.yaml."""
+        file = {**({"trials": asked} if asked else {}), "tasks": {"one": {}, "two": {"study": {"name": "mine"}}}}
+        (one, _) = load(write({**file, "study": {"name": length * "x"}}))
+        assert one.params["study"]["name"] == length * "x" + "-one"
+        assert mistakes(write({**file, "study": {"name": (length + 1) * "x"}})) == ["tasks.one.study.name"]
+
     def test_some_may_be_chosen(self, write: Callable[..., Path]) -> None:
         file = write(FILE)
         assert [study.task for study in load(file, (), ["two"])] == ["two"]
