@@ -14,6 +14,7 @@ from pydantic import Field
 from eckart.recipe import merge
 from tasks.artifacts.metrics import MetricName
 from tasks.config import schema as params
+from tasks.config.mistakes import report
 from tasks.config import validation
 from tasks.config.resolved import resolve
 from tasks.config.schema import PARAMS, ParamsError, Seed
@@ -93,7 +94,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     stated = params.read(file)
     own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
     if lines := list(_own_mistakes(own, stated, tasks)):
-        raise ParamsError(params.report(file, lines))
+        raise ParamsError(report(file, lines))
     common = merge(merge(params.read(), {"export": {"recipes": []}}), stated)  # by default, a study exports nothing
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
@@ -109,7 +110,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
                 too_long.append(f"tasks.{task}.study.name: would be {longest}, over 50 characters; write a shorter one")
             content["study"] = {**content["study"], "name": name}
     if too_long:
-        raise ParamsError(params.report(file, too_long))
+        raise ParamsError(report(file, too_long))
     return tuple(
         StudyFile(path, resolve(content), chosen or (content.get("seed", 0),), task, own.published, own.trials)
         for task, content in merged.items()
@@ -171,4 +172,4 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
         if own.trials:
             lines += [line for content in resolved.values() for line in trials.mistakes(content, own.trials)]
     if lines:
-        raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
+        raise ParamsError(report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
