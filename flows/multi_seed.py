@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 from flows.engine import supervisor
 from flows.engine.run_options import SEED_FOLDER, Options
 from flows.engine.stage_processes import terminable
+from flows.tracking import database
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, Sources, WorkspaceError
 from tasks.config.schema import PARAMS
@@ -106,7 +107,8 @@ def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
     with worktrees.locked(folder) as lock:
         prepare(study, seed, start)
         tracking = _tracking(study.params["study"]["name"])
-        environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": tracking, SEED_FOLDER: str(folder)}
+        stores = {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_REGISTRY_URI": database.registry_address()}
+        environment = worktrees.environment() | stores | {SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.
         process = subprocess.Popen(
             command,
@@ -145,8 +147,6 @@ def _tracking(experiment: str) -> str:
 
     If it is the main workspace's own database, first create the experiment there unless it exists.
     """
-    from flows.tracking import database
-
     if not database.is_local():
         return database.address()
     from mlflow import MlflowClient  # slow imports

@@ -14,9 +14,9 @@ from pathlib import Path
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-log = logging.getLogger(__name__)
+from flows.tracking.database import SQLITE
 
-SQLITE = "sqlite:///"  # beginning of the URL of an SQLite file
+log = logging.getLogger(__name__)
 
 # If a machine disappears, its lock is released after two minutes; with the system's default it would be two hours.
 _KEEPALIVE = "SET tcp_keepalives_idle = 60; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 6"

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import redact
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
-from flows.registry.promotion_lock import SQLITE, turn
+from flows.registry.promotion_lock import turn
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database
 from tasks.artifacts.errors import EckartError
@@ -91,12 +91,12 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
             this registry have been.
     """
     database.check()
-    registry = _absolute(database.registry_address())
+    registry = database.registry_address()
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
         # Only now: while another thread had its turn, it was set to that one's.
         users = os.environ.get("MLFLOW_TRACKING_URI")
         # The processes in which `ask` loads versions inherit this URI.
-        mlflow.set_tracking_uri(_absolute(database.address()))
+        mlflow.set_tracking_uri(database.address())
         try:
             with _explained(Exception):  # many kinds of errors can occur when a database is opened
                 client = MlflowClient()
@@ -112,15 +112,6 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
 def _place() -> str:
     """Return the URL of the registry without its password."""
     return redact(mlflow.get_registry_uri())
-
-
-def _absolute(address: str) -> str:
-    """Return the database's URL; that of an SQLite file gets an absolute path.
-
-    Locks are named after the URL, so all spellings of one file must give the same URL.
-    """
-    kind, path = address[: len(SQLITE)], address[len(SQLITE) :]
-    return f"{SQLITE}{Path(path).resolve()}" if kind == SQLITE else address
 
 
 class Registry:

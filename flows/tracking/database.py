@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 FILE = Path("mlflow.db")
 ARTIFACTS = Path("mlruns")
+SQLITE = "sqlite:///"  # beginning of the URL of an SQLite file
 _LOCK = Path(".eckart/mlflow.lock")
 _REFUSED = {
     "UNAUTHENTICATED": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
@@ -35,12 +36,12 @@ _REFUSED = {
 
 def address() -> str:
     """Return the URL of the tracking store: MLFLOW_TRACKING_URI, or the database file in the working directory."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or _own()
+    return _absolute(os.environ.get("MLFLOW_TRACKING_URI") or _own())
 
 
 def registry_address() -> str:
     """Return the URL of the model registry: MLFLOW_REGISTRY_URI, or the URL of the tracking store."""
-    return os.environ.get("MLFLOW_REGISTRY_URI") or address()
+    return _absolute(os.environ.get("MLFLOW_REGISTRY_URI") or address())
 
 
 def is_local() -> bool:
@@ -54,7 +55,15 @@ def all_is_local() -> bool:
 
 
 def _own() -> str:
-    return f"sqlite:///{FILE.resolve()}"
+    return f"{SQLITE}{FILE.resolve()}"
+
+
+def _absolute(url: str) -> str:
+    """Return the URL of a store; that of an SQLite file gets an absolute path.
+
+    All spellings of one file must give the same URL, in each folder: locks are named after it, and seeds inherit it.
+    """
+    return f"{SQLITE}{Path(url.removeprefix(SQLITE)).resolve()}" if url.startswith(SQLITE) else url
 
 
 def message_of(error: Exception) -> str:

@@ -360,6 +360,20 @@ def test_a_copied_or_moved_workspace_does_not_write_into_the_old_place(
         database_file.check()
 
 
+def test_each_spelling_of_the_workspaces_own_file_is_the_same_store(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+    for path in ("mlflow.db", "./mlflow.db", f"{root}/mlflow.db", f"{root}/../{root.name}/mlflow.db"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        assert database_file.address() == database_file.registry_address() == f"sqlite:///{root}/mlflow.db"
+        assert database_file.is_local()
+        assert database_file.all_is_local()
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///other.db")
+    assert database_file.registry_address() == f"sqlite:///{root}/other.db"
+    assert not database_file.all_is_local()
+
+
 @pytest.mark.parametrize("name", ["a?b", "a%20b", "50% x"])
 def test_a_folder_that_mlflow_cannot_write_to_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def read(path: Path) -> Any:
 MAIN = """\
 import os, pathlib, re, sys, time
 seed = int(re.search(r"^seed: (\\d+)", pathlib.Path("params.yaml").read_text(), re.M)[1])
-print(sys.argv, os.environ["MLFLOW_TRACKING_URI"], file=open("ran.log", "a"))
+print(sys.argv, *map(os.environ.get, ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")), file=open("ran.log", "a"))
 pathlib.Path("pid").write_text(str(os.getpid()))
 time.sleep(600 if seed == 9 else 0)
 sys.exit(seed == 1)
@@ -206,6 +206,7 @@ class TestRunning:
     @pytest.fixture(autouse=True)
     def tracking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
+        monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///theirs.db")
 
     def test_a_commit_during_the_study_reaches_no_seed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = call(repository, "git", "rev-parse", "HEAD")
@@ -228,7 +229,9 @@ class TestRunning:
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
             assert "'run', '--workers=2', '--timeout=9'" in said
-            assert "sqlite:///mine.db" in said
+            assert said.endswith(
+                f" sqlite:///{repository}/mine.db sqlite:///{repository}/theirs.db\n"
+            )  # not the seed's own
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with worktrees.locked(repository / "workspaces/toy-seed0"):
