@@ -176,7 +176,7 @@ class Registry:
         """Return in words the last champion of this workspace, or the damaged registry that may hold it; else empty."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
-        damaged = database.damaged() if database.is_local() else []
+        damaged = database.damaged() if database.all_is_local() else []
         return f"another registry, which is kept as {damaged[-1]}" if damaged else ""
 
     def _note(self, number: str) -> None:

@@ -316,6 +316,20 @@ def test_a_registry_apart_from_the_runs_is_honoured(
     assert [dict(client.get_registered_model("m").aliases) for client in there] == [{}, {CHAMPION: 1}]
 
 
+@pytest.fixture
+def apart(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+    """A registry that is not in the store of the runs, which does not exist so far."""
+    address = f"sqlite:///{shutil.copy(database, tmp_path / 'registry.db')}"
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
+    return MlflowClient(address)
+
+
+def test_a_damaged_store_of_runs_beside_another_registry_held_no_champion(apart: MlflowClient) -> None:
+    Path("mlflow.db.damaged").touch()
+    with connected("m") as found:
+        assert found.champion() is None
+
+
 def test_the_second_of_two_waits_for_the_first(database: Path, tmp_path: Path) -> None:
     """Threads stand for processes here: a lock on a file belongs to the one who opened it."""
     shutil.copy(database, tmp_path / "mlflow.db")
