@@ -34,16 +34,17 @@ def refresh(study: str, model: str) -> None:
     except Exception as error:  # a store may raise any error, and none may stop the study
         log.warning("the champion's data cannot be looked up (%s): %s stays as it is", redact(str(error)), REFERENCE)
         return
-    cache = stages.cache_dir()
-    if not dvc_transport.fetch_outputs(digests.values()):
+    # Right files stay: the cache may have lost their objects since, and DVC hashes each new copy again.
+    wrong = [part for part in PARTS if cached_objects.measured(REFERENCE / part) != {"": digests.get(part)}]
+    wanted = {part: digests[part] for part in wrong if part in digests}
+    if wanted and not dvc_transport.fetch_outputs(wanted.values()):
         log.warning("neither the cache nor the remote has the champion's training examples: nothing is compared")
-        digests = {}
-    for part in PARTS:
-        target, digest = REFERENCE / part, digests.get(part)
-        if not digest:
-            target.unlink(missing_ok=True)
-        elif not target.exists() or cached_objects.measured(target) != {"": digest}:  # DVC hashes each new copy again
-            cached_objects.copy(cache, digest, target)
+        wanted = {}
+    for part in wrong:
+        if part in wanted:
+            cached_objects.copy(stages.cache_dir(), wanted[part], REFERENCE / part)
+        else:
+            (REFERENCE / part).unlink(missing_ok=True)
 
 
 def _digests(study: str, model: str) -> dict[str, str]:

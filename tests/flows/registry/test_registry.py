@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from dvc_data.hashfile.hash import file_md5
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models.utils import _enforce_schema
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
-from flows.registry import last_champion, model_package, versions
+from flows.engine import cached_objects
+from flows.registry import champion_data, last_champion, model_package, versions
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -35,6 +38,7 @@ from flows.registry.versions import (
     RegistryLost,
     connected,
 )
+from tasks.artifacts.task_spec import REFERENCE, REFERENCE_PARTS, SPLITS
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.flows.servers import one_answer
 from tests.workspace import a_task
@@ -328,6 +332,38 @@ def test_a_damaged_store_of_runs_beside_another_registry_held_no_champion(apart:
     Path("mlflow.db.damaged").touch()
     with connected("m") as found:
         assert found.champion() is None
+
+
+def test_the_champions_examples_are_replaced_only_where_they_are_wrong(
+    apart: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If neither cache nor remote has the right ones, the wrong ones are removed."""
+    digests = {}
+    for part in REFERENCE_PARTS:
+        (made := tmp_path / part).write_text(f"the champion's {part}")
+        digests[part] = file_md5(str(made))
+        (kept := cached_objects.object_path(tmp_path / "cache", digests[part])).parent.mkdir(parents=True)
+        made.rename(kept)
+    inputs = json.dumps({str(SPLITS / part): digest for part, digest in digests.items()})
+    for key, value in {"eckart.study": "s", "dvc.inputs": inputs}.items():
+        apart.set_model_version_tag("m", "1", key, value)
+    apart.set_registered_model_alias("m", CHAMPION, "1")
+    monkeypatch.setattr(champion_data.stages, "cache_dir", lambda: tmp_path / "cache")
+
+    def fetched(wanted: Iterable[str]) -> bool:
+        return not any(cached_objects.missing(tmp_path / "cache", digest) for digest in wanted)
+
+    monkeypatch.setattr(champion_data.dvc_transport, "fetch_outputs", fetched)
+    champion_data.refresh("s", "m")
+    for lost in (False, True):
+        if lost:
+            shutil.rmtree(tmp_path / "cache")
+        (REFERENCE / "task.json").write_text("another's")
+        champion_data.refresh("s", "m")
+        right = {part: {"": digest} for part, digest in digests.items() if not lost or part != "task.json"}
+        assert {file.name: cached_objects.measured(file) for file in REFERENCE.iterdir()} == right
+    champion_data.refresh("another", "m")
+    assert not any(REFERENCE.iterdir())
 
 
 def test_the_second_of_two_waits_for_the_first(database: Path, tmp_path: Path) -> None:
