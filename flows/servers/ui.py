@@ -122,6 +122,8 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
         yield Page(redaction.redact(store), shows, ours=False, remote=True), None
         return
     shows, serves = f"{_study()}, in {redaction.redact(store)}", f"{_MLFLOW}{redaction.redact(store)}"
+    if (registry := database.registry_address()) != store:
+        serves += f" with the registry {redaction.redact(registry)}"
     if (running := prefect_server.serves(address)) == serves:
         yield Page(address, shows, ours=False), None
         return
@@ -168,13 +170,14 @@ def _study() -> str:
 def _environment(store: str, address: str, serves: str) -> dict[str, str]:
     """Return the environment for MLflow's server.
 
-    It contains the URL of the store, which may contain a password and therefore is not on the command line.
+    It contains the URLs of the stores, which may contain passwords and therefore are not on the command line.
     """
     auth = access_key.auth_string()
     return {
         **os.environ,
         **settings.importable(),
         "MLFLOW_BACKEND_STORE_URI": store,
+        "MLFLOW_REGISTRY_STORE_URI": database.registry_address(),
         "MLFLOW_SERVER_ALLOWED_HOSTS": f"{settings.LOOPBACK}:*,localhost:*",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": os.environ.get("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false"),
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": address,

@@ -32,7 +32,7 @@ from websockets.sync.client import connect
 
 from flows.environment import settings
 from flows.servers import access_key as key
-from flows.servers import prefect_server
+from flows.servers import prefect_server, ui
 from flows.servers.access_guard import PROOF, SERVES, Guard
 from flows.servers.access_key import ServerError
 from flows.servers.ui import show_pages
@@ -223,6 +223,11 @@ class TestPages:
         with prefect_settings({"PREFECT_HOME": str(pages.home), "PREFECT_API_URL": None}):
             monkeypatch.chdir(pages.workspace)
             show_pages(Console(), *ports)
+            with monkeypatch.context() as apart:
+                apart.setenv("MLFLOW_REGISTRY_URI", registry := f"sqlite:///{tmp_path / 'registry.db'}")
+                assert ui._environment("sqlite:///runs.db", "", "")["MLFLOW_REGISTRY_STORE_URI"] == registry
+                with pytest.raises(ServerError, match="another database"):
+                    show_pages(Console(), *ports)
             monkeypatch.chdir(tmp_path)
             with pytest.raises(ServerError, match=str(pages.workspace / "mlflow.db")):
                 show_pages(Console(), *ports)
