@@ -169,7 +169,7 @@ def _check_trash(
         what, remedy = f"experiment {experiments[deleted].name}", f"experiments restore --experiment-id {deleted}"
     elif run := next((run.info.run_id for run in needed if run.info.lifecycle_stage == _DELETED), None):
         what, remedy = f"run {run}", f"runs restore --run-id {run}"
-    elif name and name not in models:
+    elif name and name not in models and (needed or database.all_is_local()):  # others register theirs elsewhere, too
         what, remedy = f"model {name}", ""
     else:
         return

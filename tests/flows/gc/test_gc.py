@@ -322,6 +322,23 @@ def test_gc_stops_if_a_version_needs_what_is_in_mlflows_trash(main: Path, databa
     stops("delete the version")
 
 
+def test_of_a_shared_registry_only_the_versions_of_runs_that_are_known_here_can_stop_it(
+    main: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of others are in their own stores."""
+    stores = {name: f"sqlite:///{shutil.copy(database, main / name)}" for name in (MLFLOW, "theirs.db", "shared.db")}
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", stores["shared.db"])
+    with monkeypatch.context() as others:
+        others.setenv("MLFLOW_TRACKING_URI", stores["theirs.db"])
+        register(run(1, told=True), run_known=True)
+    number = register(run(2, told=True), run_known=True)
+    collected()
+    client = MlflowClient(stores[MLFLOW])
+    client.delete_logged_model(str(client.get_model_version("m", number).source).removeprefix("models:/"))
+    with pytest.raises(CannotCollect, match=f"^version {number} of m .*delete the version"):
+        collected()
+
+
 def test_saved_logits_stay_while_a_recipe_distills_them(main: Path) -> None:
     run(1)
     distilled = "recipes: {a: {recovery: {steps: 3, batch_size: 4, distillation: {layers: 0.0, top: %d}}}, b: {}}\n"
