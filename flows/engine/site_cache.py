@@ -27,7 +27,7 @@ FOLDER = Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
 
 def choose() -> None:
     """Choose the folder of DVC's databases for this process and its children, unless the user has set `VARIABLE`."""
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE):
         return
     folder = FOLDER  # not in the home folder: on a network drive, databases are slow or fail
     if not _is_ours(folder):

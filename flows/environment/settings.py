@@ -21,8 +21,8 @@ from flows.environment import redaction
 from tasks.artifacts.paths import ONNX
 
 LOOPBACK = "127.0.0.1"
-PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
-MLFLOW_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('MLFLOW_PORT', '5000')}"
+PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT') or 4200}"
+MLFLOW_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('MLFLOW_PORT') or 5000}"
 
 _LONGEST = 1000  # bytes of a server's response that are read
 
@@ -54,6 +54,9 @@ _DEFAULTS = {
 
 def apply() -> None:
     """Set the default settings in the environment, and remove secrets from everything that this process logs."""
+    for name in ("PREFECT_SERVER_API_PORT", "MLFLOW_PORT"):
+        if not os.environ.get(name):
+            os.environ.pop(name, None)  # Prefect would take an empty port for an error
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     _bypass_proxies()

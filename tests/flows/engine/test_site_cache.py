@@ -26,7 +26,12 @@ def chosen() -> Path:
     return Path(os.environ[site_cache.VARIABLE])
 
 
-def test_they_are_in_a_folder_that_no_other_user_can_write(folder: Path) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_they_are_in_a_folder_that_no_other_user_can_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    if empty:  # DVC takes that for unset
+        monkeypatch.setenv(site_cache.VARIABLE, "")
     before = os.umask(0)
     try:
         assert chosen() == folder

@@ -41,12 +41,18 @@ assert logging.getLogRecordFactory().make is factory  # once, however often it i
 assert mlflow.telemetry.client._MLFLOW_TELEMETRY_CLIENT is None
 assert not prefect.settings.get_current_settings().server.analytics_enabled
 """
+PORTS = """
+from flows.environment import settings
+settings.apply()
+import prefect
+print(settings.PREFECT_ADDRESS, settings.MLFLOW_ADDRESS)
+"""
 
 
-def fresh(code: str) -> str:
-    """Return the last line that a fresh interpreter prints, without settings of the tools."""
+def fresh(code: str, **variables: str) -> str:
+    """Return the last line that a fresh interpreter prints, with no settings of the tools but these."""
     prefixes = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | variables
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1] if done.stdout else ""
@@ -61,6 +67,10 @@ def test_an_import_changes_nothing_of_its_process() -> None:
 
 def test_a_command_sets_the_defaults_before_the_tools_are_imported() -> None:
     fresh(SETTINGS_HOLD)
+
+
+def test_an_empty_port_is_the_usual_one() -> None:
+    assert fresh(PORTS, PREFECT_SERVER_API_PORT="", MLFLOW_PORT="") == "http://127.0.0.1:4200 http://127.0.0.1:5000"
 
 
 def test_a_busy_server_gets_prefects_own_timeout() -> None:
