@@ -17,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment
+from prefect.types import BANNED_CHARACTERS, WITHOUT_BANNED_CHARACTERS
 
 from flows.environment import settings
 from tasks.artifacts.errors import EckartError
@@ -53,7 +54,17 @@ def check() -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise OtherWorkspace if a deployment of this name exists and belongs to another folder or has no tag."""
+    """Raise an EckartError unless a deployment of the working directory may have this name.
+
+    Raises:
+        OtherWorkspace: a deployment of this name exists and belongs to another folder or has no tag.
+        EckartError: Prefect accepts no such name.
+    """
+    if not re.match(WITHOUT_BANNED_CHARACTERS, name):
+        raise EckartError(
+            f"Prefect accepts no deployment with the name {name!r}: choose one without {' '.join(BANNED_CHARACTERS)} "
+            "(`eckart serve --name`)"
+        )
     owner = _owner(lambda client: client.read_deployment_by_name(f"study/{name}"))
     if owner is not None and not _is_own(owner):
         raise OtherWorkspace(

@@ -36,6 +36,7 @@ from flows.environment import settings
 from flows.servers import notifications
 from flows.study import study as study_flow
 from flows.workspace import deployment_owner
+from tasks.artifacts.errors import EckartError
 from tests.flows.forked import gone
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study, begun, noted, noting
@@ -262,6 +263,12 @@ def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[S
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
     existing = client.read_deployment(taken)
     assert (existing.schedules, existing.tags) == ([], ["workspace 1 elsewhere:/a"])
+
+
+@pytest.mark.parametrize("name", ["team/nightly", "50%", "a&b", ""])
+def test_a_name_that_prefect_does_not_accept_is_refused(name: str) -> None:
+    with pytest.raises(EckartError, match="--name"):
+        deployment_owner.check_name(name)
 
 
 def test_a_deployment_belongs_to_its_folder(
