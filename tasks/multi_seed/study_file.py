@@ -14,8 +14,8 @@ from pydantic import Field
 from eckart.recipe import merge
 from tasks.artifacts.metrics import MetricName
 from tasks.config import schema as params
-from tasks.config.mistakes import report
 from tasks.config import validation
+from tasks.config.mistakes import report
 from tasks.config.resolved import resolve
 from tasks.config.schema import PARAMS, ParamsError, Seed
 from tasks.multi_seed import published_numbers as published
