@@ -41,7 +41,7 @@ class WorkspaceError(EckartError):
 
 @dataclass(frozen=True)
 class Sources:
-    """What workspaces are made from: a commit, and the files of the folders that are not in git."""
+    """The commit, and the files that are not in git, from which workspaces are made."""
 
     commit: str
     files: dict[str, tuple[int, int]]
