@@ -50,15 +50,13 @@ class Sources:
 
 def sources() -> Sources:
     """Return the present commit and files, from which all workspaces of a study are to be made."""
-    found = [
-        os.path.join(top, name)
-        for part in CARRIED
-        for top, _, names in os.walk(part, followlinks=True)
-        for name in names
-    ]
-    states = {path: os.stat(path) for path in found}
-    files = {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
-    return Sources(git(Path(), "rev-parse", "HEAD").strip(), files)
+    return Sources(git(Path(), "rev-parse", "HEAD").strip(), _carried_files())
+
+
+def _carried_files() -> dict[str, tuple[int, int]]:
+    walks = (walk for part in CARRIED for walk in os.walk(part, followlinks=True))
+    states = {path: os.stat(path) for top, _, names in walks for name in names for path in [os.path.join(top, name)]}
+    return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
 
 
 def check_root() -> None:
@@ -124,8 +122,7 @@ def follow(folder: Path, start: Sources) -> None:
     Raises:
         WorkspaceError: a file of the raw data or base models is no longer as in `start`.
     """
-    changed = sorted({path for path, _ in start.files.items() ^ sources().files.items()})
-    if changed:
+    if changed := sorted({path for path, _ in start.files.items() ^ _carried_files().items()}):
         raise WorkspaceError(
             f"{changed[0]} changed since the study began: run the study again, so that all seeds read the same files"
         )

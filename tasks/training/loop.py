@@ -264,7 +264,7 @@ class _RuleTrainer(transformers.Trainer):
             _stop_dropout(model)
         batch = {**inputs, **self.options}
         if self.loss is None:
-            # Without the number of labels, which the Trainer counts wrongly for GPT-2: the model's own mean is right.
+            # Without the number of labels, which the Trainer counts wrongly for some models: their own mean is right.
             loss, outputs = super().compute_loss(model, batch, return_outputs=True)
         else:  # the model may have no loss of its own
             outputs = model(**{name: values for name, values in batch.items() if name != "labels"})
