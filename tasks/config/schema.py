@@ -49,6 +49,7 @@ T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
 """A name that also becomes part of the names of files and of objects in MLflow and Prefect."""
 Count = Annotated[int, Field(ge=1)]
+Threading = Annotated[int, Field(ge=1, le=1024)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Labels = Literal["given", "expected", "drawn"]
 """Kind of labels for which the calibration gradients are computed."""
@@ -487,10 +488,10 @@ class Benchmark(Section):
 
 
 class Threads(Section):
-    shared: Count = Field(
+    shared: Threading = Field(
         2, description="threads of the stages that run one at a time: extract, teacher, importance, compare, …"
     )
-    candidate: Count = Field(1, description="threads of each stage of a candidate; candidates run side by side")
+    candidate: Threading = Field(1, description="threads of each stage of a candidate; candidates run side by side")
 
 
 class Limits(Section):

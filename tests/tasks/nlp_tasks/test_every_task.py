@@ -175,3 +175,13 @@ def test_a_study_goes_from_files_to_scores(workspace: Path, data: dict[str, Any]
         assert set(evaluation[step]["metrics"]) == set(task_class(load_task().kind).metrics)
     model = kind_of(load_task()).auto.from_pretrained("models/finetuned/kfac-0.5")
     assert tuple(model.config.id2label.values()) == (load_task().labels or ("LABEL_0", "LABEL_1"))
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "embedding", "token_classification", "summarization"])
+def test_inputs_without_room_for_text_are_refused(name: str) -> None:
+    """Of one with too little room for its special tokens, the tokenizer would cut nothing."""
+    case = CASES[name]
+    special = case.tokenizer().num_special_tokens_to_add(pair=name != "embedding" and "text_pair" in case.rows())
+    task = case.task.model_copy(update={"max_length": special})
+    with pytest.raises(StageError, match=r"data\.max_length is"):
+        kind_of(task).encode(case.rows(), case.tokenizer(), "train")

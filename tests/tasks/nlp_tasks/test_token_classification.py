@@ -68,7 +68,7 @@ def labels(tokenizer: PreTrainedTokenizerBase, *words: str, max_length: int = 16
         (["u.u.", "the"], {}, {"1 u": 0, "5 the": 1}),  # the tokenizer splits at dots
         (["the", "\u200b", "", "the"], {}, {"1 the": 0, "2 the": 3}),  # words without a token
         (["the", "playing", "plays"], {"max_length": 4}, {"1 the": 0, "2 play": 1}),
-        (["the", "the"], {"max_length": 2}, {}),
+        (["the", "the"], {"max_length": 3}, {"1 the": 0}),
     ],
 )
 def test_the_first_sub_token_of_a_word_is_labeled(
