@@ -192,10 +192,11 @@ def compress(
         batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
             at padding), except for recipes such as `svd` and `drone` that need none. For T5 or BART, missing decoder
             inputs are made from the labels.
-        keep: share of the target layers' parameters to keep, in (0, 1]; 0.33 by default. Several keeps, such as
-            `[0.5, 0.33]`, share one set of calibration statistics, and give the models that single calls would give.
+        keep: share of the target layers' parameters to keep, in (0, 1]. By default 0.8 for a model with a causal
+            language modeling head, which loses more, and 0.33 for any other. Several keeps, such as `[0.5, 0.33]`,
+            share one set of calibration statistics, and give the models that single calls would give.
         recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run. By
-            default `narrowed` for a model with a causal language modeling head, and `anchored` for any other.
+            default `narrowed` for a causal language model, and `anchored` for any other.
         largest_drop: give this instead of `keep` to find the smallest keep, to a hundredth, at which `score` falls by
             no more than this number. The search is a bisection, so it assumes that a smaller keep lowers the score.
         score: function that measures a model (in eval mode) on held-out data, not the test data; higher is better.
@@ -224,8 +225,9 @@ def compress(
     """
     _check_model(model)
     model = unfused(model) if experts else model
-    keeps = _keeps(keep, largest_drop, score)
-    valid_recipe = _recipe(_default_recipe(model) if recipe is None else recipe)
+    causal = _is_causal(model)
+    keeps = _keeps(keep, 0.8 if causal else 0.33, largest_drop, score)
+    valid_recipe = _recipe(recipe if recipe is not None else "narrowed" if causal else "anchored")
     robust = RobustGradients(clip, edges)
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
@@ -485,7 +487,9 @@ def _advice_on(model: Any) -> str:
     )
 
 
-def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, score: Score | None) -> Sequence[float]:
+def _keeps(
+    keep: float | Iterable[float] | None, default: float, largest_drop: float | None, score: Score | None
+) -> Sequence[float]:
     """Return the keeps to compress to, after a check of how large the model may become; empty for a largest drop."""
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
         raise ValueError("give a keep, or a largest_drop and the score that measures it")
@@ -495,7 +499,7 @@ def _keeps(keep: float | Iterable[float] | None, largest_drop: float | None, sco
     if score is not None:
         return []
     several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes)) and getattr(keep, "ndim", 1) > 0
-    keeps = list(cast("Iterable[float]", keep)) if several else [0.33 if keep is None else cast("float", keep)]
+    keeps = list(cast("Iterable[float]", keep)) if several else [default if keep is None else cast("float", keep)]
     if not keeps:
         raise ValueError("keep is empty: give at least one number, such as [0.5, 0.33]")
     for share in keeps:
@@ -509,9 +513,10 @@ def _check_number(name: str, number: Any) -> None:
         raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
 
 
-def _default_recipe(model: PreTrainedModel) -> str:
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether `model` has a causal language modeling head."""
     names = {kind.__name__ for kind in type(model).__mro__}
-    return "anchored" if names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) else "narrowed"
+    return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

@@ -117,7 +117,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Make a language model smaller and faster, compare candidates, and ship the best."""
+    """Make a transformer smaller and faster, compare candidates, and ship the best."""
     settings.apply()
 
 
@@ -504,11 +504,11 @@ def other_study(
         raise EckartError(f"{len(failed)} of {count} {unit} failed; run again to resume them:{causes}{missing}")
 
 
-@_command("Ship", "eckart promote", "eckart promote kfac-0.33", "eckart promote --rollback")
+@_command("Ship", "eckart promote", "eckart promote anchored-0.33", "eckart promote --rollback")
 def promote(
     candidate: Annotated[
         str | None,
-        typer.Argument(help="A candidate, such as kfac-0.33. Default: the best one, which the report names."),
+        typer.Argument(help="A candidate, such as anchored-0.33. Default: the best one, which the report names."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Promote it even if it was rolled back before.")] = False,
     first: Annotated[
@@ -568,14 +568,14 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 @_command(
     "Ship",
-    "eckart export kfac-0.33 model.onnx --int8",
+    "eckart export anchored-0.33 model.onnx --int8",
     "eckart export ./any-hugging-face-folder model.onnx",
-    "eckart export kfac-0.33 kfac-onnx/",
-    "eckart export kfac-0.33 plain-model/ --dense",
+    "eckart export anchored-0.33 anchored-onnx/",
+    "eckart export anchored-0.33 plain-model/ --dense",
 )
 def export(
     candidate: Annotated[
-        str, typer.Argument(help="A candidate, such as kfac-0.33, or the path of any Hugging Face folder.")
+        str, typer.Argument(help="A candidate, such as anchored-0.33, or the path of any Hugging Face folder.")
     ],
     target: Annotated[
         Path,
@@ -621,9 +621,11 @@ def _refuse_old(candidate: str) -> None:
         raise EckartError(f"{error}. To export the folder as it is, name {FINETUNED / candidate}") from error
 
 
-@_command("Ship", "eckart publish kfac-0.33 me/my-model --dry-run", "eckart publish kfac-0.33 me/my-model --private")
+@_command(
+    "Ship", "eckart publish anchored-0.33 me/my-model --dry-run", "eckart publish anchored-0.33 me/my-model --private"
+)
 def publish(
-    candidate: Annotated[str, typer.Argument(help="A candidate, such as kfac-0.33.")],
+    candidate: Annotated[str, typer.Argument(help="A candidate, such as anchored-0.33.")],
     repository: Annotated[str, typer.Argument(help="Repository on the Hugging Face hub: USER/NAME.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and send nothing.")] = False,
@@ -668,8 +670,8 @@ def pin_inputs() -> None:
 
 @_command(
     "Ship",
-    "eckart with lm_eval --model hf --model_args pretrained=models/finetuned/kfac-0.6 --tasks lambada_openai",
-    "eckart with transformers serve models/finetuned/kfac-0.6",
+    "eckart with lm_eval --model hf --model_args pretrained=models/finetuned/narrowed-0.6 --tasks lambada_openai",
+    "eckart with transformers serve models/finetuned/narrowed-0.6",
     "eckart with python score.py",
     name="with",
     context_settings={"allow_interspersed_args": False},
@@ -718,13 +720,13 @@ def pull() -> None:
 
 @_command(
     "Share",
-    "eckart reproduce kfac-0.33",
-    "eckart reproduce kfac-0.33 --rev v1.0",
-    "eckart reproduce kfac-0.33 --again",
+    "eckart reproduce anchored-0.33",
+    "eckart reproduce anchored-0.33 --rev v1.0",
+    "eckart reproduce anchored-0.33 --again",
     name="reproduce",
 )
 def reproduce_candidate(
-    candidate: Annotated[str, typer.Argument(help="A candidate, such as kfac-0.33, or the name of any stage.")],
+    candidate: Annotated[str, typer.Argument(help="A candidate, such as anchored-0.33, or the name of any stage.")],
     rev: Annotated[str, typer.Option(help="Git revision whose dvc.lock records it.")] = "HEAD",
     again: Annotated[
         bool, typer.Option("--again", help="Run the stages again even if the recorded files are in the cache.")

@@ -85,7 +85,7 @@ class Reproduction:
 
 
 def record(name: str, revision: str = "HEAD") -> LockedStage:
-    """Read the record of a candidate (`kfac-0.33`) or of any other stage (`teacher`) from dvc.lock of a revision.
+    """Read the record of a candidate (`anchored-0.33`) or of any other stage (`teacher`) from dvc.lock of a revision.
 
     Raises:
         CannotReproduce: there is no such revision, dvc.lock or stage.

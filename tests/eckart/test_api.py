@@ -81,6 +81,13 @@ def test_a_compressed_causal_model_generates() -> None:
     assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
 
 
+def test_a_language_model_keeps_more_by_default() -> None:
+    texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
+    _, of_words = eckart.compress(tiny.causal_llama(), texts, recipe="svd", check=False)
+    _, of_texts = eckart.compress(tiny.bert(), BATCHES, recipe="svd", check=False)
+    assert of_texts.keep < 0.34 < 0.7 < of_words.keep < 0.81
+
+
 def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
     """A score that falls by what is cut: a drop of 0.3 is a keep of 0.7, to a hundredth."""
     model = tiny.bert().train()
