@@ -175,11 +175,13 @@ def texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def zero_shot(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of lm-eval's zero-shot tasks as text; the original model comes first."""
+    """Return the table of lm-eval's zero-shot tasks as text, shares × 100; the original model comes first."""
     names = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
-    unbounded = {name for name in names if name.endswith(("perplexity", "bits_per_byte"))}
-    factors = {name: 1 if name in unbounded else 100 for name in names}
-    values = _with_dense(rows, {name: f"dense.{name}" for name in names}).set_index(CANDIDATE)[names] * factors
+    values = _with_dense(rows, {name: f"dense.{name}" for name in names}).set_index(CANDIDATE)[names]
+    unbounded = {
+        name for name in names if name.endswith(("perplexity", "bits_per_byte")) or (values[name].abs() > 1).any()
+    }
+    values *= {name: 1 if name in unbounded else 100 for name in names}
     formats = {name: partial(_spread, text=score) if name in unbounded else _spread for name in names}
     texts = values.groupby(CANDIDATE, sort=False).agg(formats).reset_index()
     return texts.rename(columns=lambda name: name.removeprefix(ZERO_SHOT).replace(".", " "))
@@ -287,7 +289,8 @@ def _part(rows: pd.DataFrame, pairs: pd.DataFrame, study: StudyFile) -> list[str
     zero = zero_shot(rows)
     if len(zero.columns) > len(CANDIDATE):
         blocks += [
-            "Zero-shot tasks of lm-evaluation-harness after recovery, × 100 except perplexities and bits per byte.",
+            "Zero-shot tasks of lm-evaluation-harness after recovery, × 100 except perplexities, bits per byte "
+            "and what exceeds 1, such as BLEU.",
             _markdown(zero),
         ]
     if study.tried:

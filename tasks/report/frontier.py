@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeVar
@@ -126,7 +126,7 @@ class _Picture:
             margin = 0.06 * (max(values) - min(values)) or 0.01
             low, high = min(values) - margin, max(values) + margin
             self.ticks = [tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
-            digits = max(len(f"{round(tick, 10):g}".partition(".")[2]) for tick in self.ticks)
+            digits = max(len(f"{tick:.10f}".rstrip("0").partition(".")[2]) for tick in self.ticks)
             self.tick = f"{{:,.{digits}f}}".format
         top, bottom = stretch(high), stretch(low)
         return lambda value: _TOP + (top - stretch(value)) / (top - bottom) * (self.height - _TOP - _BOTTOM)
@@ -152,6 +152,8 @@ class _Picture:
             inside = box[0] > _LEFT and box[2] < self.width
             if inside and self._free(box):
                 break
+        else:  # no place is free
+            mark.x = there
         self.taken.append(box)
         if bar := self._bar(mark):
             top, bottom = sorted(map(self.scale, bar))
@@ -205,13 +207,19 @@ class _Picture:
         dense = self.scale(self.results.metric_of(DENSE))
         yield f'<line class="original" x1="{_LEFT}" x2="{self.width}" y1="{dense:.1f}" y2="{dense:.1f}"/>'
 
-    def _cost_ticks(self) -> Iterator[tuple[float, str]]:
-        text = (lambda value: re.sub(r"\.0+(?=\D)", "", size(round(value)))) if self.cost == "size" else tick_text
+    def _cost_ticks(self) -> list[tuple[float, str]]:
+        """Return place and text of the ticks: round numbers of a logarithmic axis, or of an even one if it is short."""
         low, high = (math.exp(end) for end in self.costs)
-        placed: list[tuple[float, float]] = []
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-        for mantissa, decade in product(_MANTISSAS, decades):
-            value = round(mantissa * 10.0**decade, 10)
+        rounds = [round(mantissa * 10.0**decade, 10) for mantissa, decade in product(_MANTISSAS, decades)]
+        ticks = [*self._placed(rounds, low, high)]
+        return ticks if len(ticks) > 1 else [*self._placed(MaxNLocator(5).tick_values(low, high), low, high)]
+
+    def _placed(self, values: Iterable[float], low: float, high: float) -> Iterator[tuple[float, str]]:
+        """Yield place and text of those of `values` that lie on the axis and for which there is room."""
+        text = (lambda value: re.sub(r"\.0+(?=\D)", "", size(round(value)))) if self.cost == "size" else tick_text
+        placed: list[tuple[float, float]] = []
+        for value in values:
             half = _LETTER * len(text(value)) / 2 + 8
             x = self._x(value)
             fits = low <= value <= high and x + half < self.width + 8

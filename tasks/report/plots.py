@@ -47,6 +47,8 @@ _COLORS = (
 )
 _PAPER = "#ffffff"
 _WIDTH, _NARROW = 11, 4.6  # inches
+_ENTRY = 0.22  # height of an entry of a legend, in inches
+_LONG = 24  # letters of a name, of which two stand beside each other in the narrow plot
 _PANEL = (3.9, 2.7)  # width and height of a panel, in inches
 _DECADES = 6  # approximate number of ticks on a logarithmic axis
 # Line styles of keeps. The first is pale and wide, so that other lines on top of it are visible.
@@ -143,7 +145,10 @@ def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _tradeoff(results: Results, narrow: bool = False) -> Figure:
-    figure = Figure(figsize=(_NARROW, 6.5) if narrow else (_WIDTH, 5.2), layout="constrained")
+    entries = _legend(results)
+    columns = 2 if max(len(recipe) for recipe in results.recipes) <= _LONG else 1
+    height = 5.0 + _ENTRY * math.ceil(len(entries) / columns) if narrow else max(5.2, _ENTRY * (len(entries) + 1))
+    figure = Figure(figsize=(_NARROW if narrow else _WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
     keeps = sorted(results.keeps, key=float)
     _mark_dense(axes, results)
@@ -159,8 +164,10 @@ def _tradeoff(results: Results, narrow: bool = False) -> Figure:
     axes.set_xlabel("keep, and parameters of the whole model")
     factorized = [candidate.factorized for candidate in results.candidates if candidate.factorized is not None]
     axes.set_ylabel(_scale(axes, results, factorized))
-    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2} if narrow else {"loc": "outside right upper"}
-    figure.legend(handles=_legend(results), **place)
+    place: dict[str, Any] = (
+        {"loc": "outside lower left", "ncols": columns} if narrow else {"loc": "outside right upper"}
+    )
+    figure.legend(handles=entries, **place)
     return figure
 
 
@@ -317,18 +324,18 @@ def predicted_and_measured(results: Results) -> dict[str, Pairs]:
 def predictions_read(results: Results) -> list[str]:
     """Say in sentences what the plot of predicted and measured losses shows."""
     objective = kind_of(results.task).objective()
-    sentences, others = [], {}
+    sentences, others = list[str](), dict[str, float]()
     for recipe, by_keep in predicted_and_measured(results).items():
         predicted, measured = _columns([pair for pairs in by_keep.values() for pair in pairs])
         rank = spearmanr(predicted, measured).statistic if len(predicted) > 1 else math.nan
         if not (objective.classes and _weighting(results, recipe).predicts_loss):
-            others[recipe] = rank
+            others |= {} if math.isnan(rank) else {recipe: rank}
             continue
         ratios = [after / before for before, after in zip(predicted, measured, strict=True)]
         above = sum(ratio > 1 for ratio in ratios)
         sentences.append(
-            f"{recipe}: the measured loss is {median(ratios):.1f} times the predicted one at the median, and larger at "
-            f"{above} of {len(ratios)} points. The rank correlation is {rank:.2f}."
+            f"{recipe}: the measured loss is {median(ratios):.2g} times the predicted one at the median, and larger at "
+            f"{above} of {len(ratios)} points." + ("" if math.isnan(rank) else f" The rank correlation is {rank:.2f}.")
         )
     if others:
         named = ", ".join(f"{recipe} {rank:.2f}" for recipe, rank in others.items())
@@ -362,6 +369,7 @@ def _predictions(results: Results, recipe: str, by_keep: Pairs, colors: Mapping[
 def _decades(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -> None:
     """Set the limits of a logarithmic axis to powers of ten around all `values`, with ticks at a few powers of ten."""
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    ends[1] += ends[0] == ends[1]
     step = math.ceil((ends[1] - ends[0]) / _DECADES)
     axis = axes.xaxis if name == "x" else axes.yaxis
     axes.set(**{f"{name}lim": [10.0**end for end in ends]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from numbers import Real
@@ -22,7 +23,7 @@ def zero_shot(
         Task → metric → value.
 
     Raises:
-        StageError: the harness is not installed, knows no such task, or cannot get its data.
+        StageError: the harness is not installed, knows no such task, cannot get its data, or has no number for it.
     """
     if not tasks:
         return {}
@@ -44,7 +45,7 @@ def zero_shot(
             bootstrap_iters=0,
             log_samples=False,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, RuntimeError) and "scripts" not in str(error):  # datasets refuses data that come with one
             raise
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
@@ -52,9 +53,9 @@ def zero_shot(
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task without standard errors; the name `acc,none` becomes `acc`."""
+    """Return the metrics of a task that are numbers, without standard errors; the name `acc,none` becomes `acc`."""
     return {
         name.removesuffix(",none").replace(",", "."): float(value)
         for name, value in sorted(values.items())
-        if isinstance(value, Real) and "_stderr" not in name and name != "sample_len"
+        if isinstance(value, Real) and "_stderr" not in name and name != "sample_len" and math.isfinite(value)
     }

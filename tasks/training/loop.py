@@ -99,6 +99,7 @@ def train(
         "micro_batch": trainer.micro_batch,
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
+    cached = getattr(model.config, "use_cache", None)
     loop = _RuleTrainer(
         model,
         _arguments(checkpoints.folder, settings),
@@ -114,6 +115,8 @@ def train(
     loop.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
     loop.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
+    if cached is not None:  # transformers' Trainer switches it off, and would leave it so in the model's folder
+        model.config.use_cache = cached
     if loop.model_wrapped is not model or trainer.precision:  # wrappers are removed: a loaded model has none
         loop.accelerator.unwrap_model(loop.model_wrapped, keep_fp32_wrapper=False)
     _finish(model, rules)

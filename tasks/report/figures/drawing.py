@@ -14,7 +14,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Figure, Line, Pattern, Plot, labels_of
@@ -42,6 +42,7 @@ _SINGLE, _PANEL = (6.2, 4.0), (3.1, 2.3)  # width and height of a single panel a
 _ACROSS = 3  # most panels side by side
 _BESIDE = 4.0  # points between marks at the same x
 _CHARACTERS = 13  # of a text in an inch
+_LARGEST = 1e250  # of what is drawn: beyond it, matplotlib's margins overflow
 
 
 def draw(figure: Figure, kind: Format) -> bytes:
@@ -76,6 +77,7 @@ def _plot(plot: Plot) -> Canvas:
         if together:
             axes.margins(x=0.08 + _BESIDE * len(lines) / 2 / 72 / panel[0])  # else the outer marks would be cut off
         for position, (label, line) in enumerate(lines.items()):
+            line = _finite(line)
             away = _BESIDE * (position - (len(lines) - 1) / 2) if together and line.low else 0.0
             beside = ScaledTranslation(away / 72, 0, canvas.dpi_scale_trans)
             _line(axes, plot, line, looks[label], beside)
@@ -87,6 +89,14 @@ def _plot(plot: Plot) -> Canvas:
         axes.set_axis_off()
     _legend(canvas, plot, looks, columns * panel[0])
     return canvas
+
+
+def _finite(line: Line) -> Line:
+    """Return a line without values that are too large to draw, such as the perplexity of a collapsed model."""
+    parts = {"y": line.y, "low": line.low, "high": line.high}
+    return line.model_copy(
+        update={name: part and tuple(min(y, _LARGEST) for y in part) for name, part in parts.items()}
+    )
 
 
 def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
@@ -149,6 +159,9 @@ def _scale(axes: Axes, plot: Plot, lines: Mapping[str, Line]) -> bool:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else count(value)))
     if plot.logarithmic:
         axes.set_yscale("log")
+        ys = [y for line in lines.values() for y in line.y if y > 0]
+        few = bool(ys) and max(ys) < 1000 * min(ys)  # decades, so that there is room for numbers between them
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else count(value)))
     return together

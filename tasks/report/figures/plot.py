@@ -88,9 +88,9 @@ def mean_over_seeds(plots: Sequence[Plot]) -> Plot:
         title: {label: fmean(plot.levels[title][label] for plot in plots) for label in values}
         for title, values in _common([plot.levels for plot in plots]).items()
     }
-    return first.model_copy(
-        update={"panels": panels, "levels": levels, "title": f"{first.title}, mean of {count} seeds"}
-    )
+    logarithmic = any(plot.logarithmic for plot in plots)
+    title = f"{first.title}, mean of {count} seeds"
+    return first.model_copy(update={"panels": panels, "levels": levels, "title": title, "logarithmic": logarithmic})
 
 
 def _common(

@@ -156,16 +156,16 @@ class TestSummary:
         assert {line["editorials ÷ original"] for line in others} == {"1.125 ± 0.000"}
 
     def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
-        """Shares in percent, a perplexity as it is, also that of a broken candidate."""
-        values = {"piqa.acc": (0.6, 0.75), "wikitext.word_perplexity": (3e28, 11.5)}
+        """Shares in percent; a perplexity as it is, also that of a broken candidate, and what is in percent."""
+        values = {"piqa.acc": (0.6, 0.75), "wikitext.word_perplexity": (3e28, 11.5), "wmt16.bleu": (0.5, 25.3)}
         rows = made_up(seeds=1)
         for name, (own, dense) in values.items():
             rows[f"zero_shot.{name}"], rows[f"dense.zero_shot.{name}"] = own, dense
         table = summary.zero_shot(rows)
-        assert table.columns.tolist() == ["recipe", "keep", "piqa acc", "wikitext word_perplexity"]
+        assert table.columns.tolist() == ["recipe", "keep", "piqa acc", "wikitext word_perplexity", "wmt16 bleu"]
         dense, *others = table.to_numpy().tolist()
-        assert dense == ["dense", "–", "75.0", "11.50"]
-        assert [line[2:] for line in others] == [["60.0", "3.0e28"]] * len(rows)
+        assert dense == ["dense", "–", "75.0", "11.50", "25.30"]
+        assert [line[2:] for line in others] == [["60.0", "3.0e28", "0.500"]] * len(rows)
 
     def test_a_perplexity_is_better_the_lower_it_is(self) -> None:
         assert candidates(summary.cells(made_up("perplexity"))) == ["a 0.5", "b 0.5", "b 0.25", "a 0.25"]

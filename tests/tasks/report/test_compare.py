@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markupsafe import escape
+from matplotlib.figure import Figure
 from ruamel.yaml import YAML
 
 from eckart.model.targets import Target
@@ -542,6 +544,20 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
     assert first in page()
 
 
+def test_one_predicted_loss_has_axes_and_a_sentence_of_numbers(workspace: Path) -> None:
+    make_study(["kfac"], [0.5], ["map"])
+    make_candidate("kfac", 0.5, ["map"], 0.7, measured={"map": 0.1})
+    params = json.loads(Path("params.yaml").read_text())
+    params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
+    write("params.yaml", params)
+    found = results.load_results()
+    predicted = next(iter(found.named("kfac-0.5").decision.predicted_loss.values()))  # type: ignore[union-attr]
+    assert plots.predictions_svg(found)
+    (sentence,) = plots.predictions_read(found)
+    assert f"is {0.1 / predicted:.2g} times" in sentence
+    assert "nan" not in sentence
+
+
 def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
     trained_study()
     svd, both = (results.load_results().named(name) for name in ("svd-0.5", "both-0.5"))
@@ -760,6 +776,58 @@ def test_targets_have_short_names_and_layers() -> None:
     assert target_names.place("pooler.dense") == ("", "", "pooler.dense")
     both = [Target(**target(f"{stack}.layers.0.q")) for stack in ("encoder", "decoder")]
     assert [label for label, _ in target_names.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
+
+
+@pytest.mark.parametrize("sizes", [(85, 95), (36, 48), (355, 480), (52, 91), (10, 1000), (60, 60)])
+def test_the_axis_of_sizes_has_numbers(workspace: Path, sizes: tuple[int, int]) -> None:
+    make_study(["svd"], [0.9], ["map"])
+    for path, size in zip(("reports/evaluate/svd-0.9.json", "reports/dense.json"), sizes, strict=True):
+        own = json.loads(Path(path).read_text())["size"]
+        edit(path, size={**own, "bytes": size * 1_000_000})
+    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(results.load_results(), "size"), re.DOTALL):
+        ticks = [
+            text.text
+            for text in ElementTree.fromstring(picture).iter("text")
+            if text.get("class") == "tick" and text.get("text-anchor") == "middle"
+        ]
+        assert len(ticks) > 1
+        assert len(ticks) == len(set(ticks))
+
+
+def test_numbers_of_an_axis_have_the_decimals_that_they_need(workspace: Path) -> None:
+    make_perplexities(1.2e6, svd=(1.3e6, 1.3e6), kfac=(1.25e6, 1.21e6))
+    picture = str(frontier.frontier_svgs(results.load_results(), "size"))
+    assert "1,250,000" in picture
+    assert "1,250,000." not in picture
+
+
+def test_marks_without_a_free_place_stay_in_the_picture(workspace: Path) -> None:
+    names = [f"r{number}" for number in range(30)]
+    make_study(names, [0.5], ["map"])
+    for name in names:
+        make_candidate(name, 0.5, ["map"], 0.65)
+    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(results.load_results(), "size"), re.DOTALL):
+        width = float(re.search(r'viewBox="0 0 (\d+)', picture)[1])  # type: ignore[index]
+        assert all(0 < float(x) < width for x in re.findall(r'cx="([-\d.]+)"', picture))
+
+
+@pytest.mark.parametrize(("count", "letters"), [(2, 27), (2, 50), (25, 5)])
+def test_a_legend_is_in_its_picture(workspace: Path, count: int, letters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list[Figure]()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: kept.append(figure))
+    make_study([f"r{number}".ljust(letters, "x") for number in range(count)], [0.5], ["map"])
+    for narrow in (False, True):
+        with contextlib.suppress(AttributeError, IndexError, ValueError):  # nothing was written
+            plots.tradeoff_svg(results.load_results(), narrow)
+    assert len(kept) == 2
+    for figure in kept:
+        figure.draw_without_rendering()
+        (legend,), (width, height) = figure.legends, figure.bbox.size
+        box = legend.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
+        assert figure.axes[0].bbox.height > 150
+        assert figure.axes[0].bbox.width > 150
 
 
 @pytest.mark.parametrize(

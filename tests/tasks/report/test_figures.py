@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -154,6 +155,34 @@ def test_no_mark_is_cut_off_and_small_numbers_share_a_power_of_ten(monkeypatch: 
     (single,) = kept[1].axes
     assert single.xaxis.get_offset_text().get_text().startswith("1e")
     assert not any("e" in label.get_text() for label in single.get_xticklabels())
+
+
+def scored(*ys: float) -> Plot:
+    lines = {"svd": Line(x=(0.2, 0.5, 0.8)[: len(ys)], y=ys)}
+    return Plot(name="p", title="t", x="x", y="y", panels={"": lines}, logarithmic=max(ys) > 10 * min(ys))
+
+
+@pytest.mark.parametrize(("ys", "ticks"), [((20.0, 210.0, 30.0), 4), ((2.1, 9.0, 22.0), 3), ((20.0, 1e7), 5)])
+def test_a_logarithmic_axis_has_several_numbers(
+    ys: tuple[float, ...], ticks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda canvas, *_, **__: kept.append(canvas))
+    draw(scored(*ys), "png")
+    (axes,) = kept[0].axes
+    low, high = axes.get_ylim()
+    assert ticks <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 10
+
+
+def test_a_model_that_collapsed_is_drawn() -> None:
+    assert draw(scored(20.0, 1e304), "svg")
+    assert draw(scored(20.0, sys.float_info.max), "png")
+
+
+def test_seeds_of_which_one_spans_decades_have_a_logarithmic_axis() -> None:
+    even, wide = scored(30.0, 150.0, 25.0), scored(30.0, 50_000.0, 25.0)
+    assert mean_over_seeds([even, wide]).logarithmic
+    assert not mean_over_seeds([even, even]).logarithmic
 
 
 def test_the_points_of_a_line_over_measured_speed_are_in_the_order_of_keep(results: Results) -> None:

@@ -93,3 +93,18 @@ def test_without_the_harness_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr("tasks.scoring.zero_shot.find_spec", lambda name: None)
     with pytest.raises(StageError, match=r"pip install 'eckart\[lm-eval\]'"):
         zero_shot(model(), tiny_tokenizer(), ["piqa"], 2)
+
+
+@pytest.mark.usefixtures("piqa")
+def test_numbers_without_a_limit_are_left_out_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the perplexity of a model that has collapsed; a file of results would hold no number for it."""
+    found = {"results": {"piqa": {"acc,none": 0.5, "word_perplexity,none": float("inf"), "f1,none": float("nan")}}}
+    monkeypatch.setattr("lm_eval.simple_evaluate", lambda *_, **__: found)
+    assert zero_shot(model(), tiny_tokenizer(), ["piqa"], 2) == {"piqa": {"acc": 0.5}}
+
+    def too_large(*_: Any, **__: Any) -> None:
+        raise OverflowError("math range error")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", too_large)
+    with pytest.raises(StageError, match="lm-eval cannot run piqa"):
+        zero_shot(model(), tiny_tokenizer(), ["piqa"], 2)

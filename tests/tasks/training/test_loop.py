@@ -105,6 +105,14 @@ def test_the_model_is_in_eval_mode_afterwards(curve: Path, steps: int) -> None:
     assert not any(module.training for module in trained(curve, bert().train(), steps=steps).modules())
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_cache_is_on_if_it_was(curve: Path, cached: bool) -> None:
+    """transformers' Trainer switches it off, and language models would then be timed and saved without it."""
+    model = bert()
+    model.config.use_cache = cached
+    assert trained(curve, model).config.use_cache is cached
+
+
 def test_weights_that_are_not_finite_are_seen_at_the_first_step(curve: Path) -> None:
     model = bert()
     with torch.no_grad():
