@@ -183,6 +183,7 @@ def test_ia3_scales_the_map_as_it_would_the_dense_layer() -> None:
             nn.init.uniform_(values, 0.5, 2.0)
             vectors[name] = values.detach().flatten()
     merged = adapted.merge_and_unload()
+    assert sum(name.endswith(layers) for name in factorized(model)) == 3  # two keys and an output layer
     for name in factorized(model):
         scales = [values for key, values in vectors.items() if f"{name}." in key]
         if name.endswith(layers):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from eckart.calibration.statistics import collect
-from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
-from eckart.factorization.weightings import Inputs, Kfac
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order, rest
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac
 from eckart.model.layers import factorized
 from eckart.model.targets import Target, find_targets
 from tests import tiny
@@ -104,3 +105,11 @@ def test_an_error_names_the_target():
     targets = find_targets(model, BATCHES[0]).targets
     with pytest.raises(ValueError, match=r"^bert\.encoder\.layer\.0\.attention\.self\.query: "):
         factorize_at_once(model, targets, dict.fromkeys([target.name for target in targets], 2), INPUTS, {})
+
+
+def test_the_residual_makes_up_for_the_rounding_of_the_factors():
+    """Which the model has in its own dtype."""
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    left, right = decompose(weight, ErrorNorm()).truncate(2)
+    product = left.bfloat16().double() @ right.bfloat16().double()
+    torch.testing.assert_close(product + rest(weight, left, right), weight.double(), rtol=1e-12, atol=1e-12)

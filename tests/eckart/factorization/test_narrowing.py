@@ -128,11 +128,18 @@ def test_moments_at_widths_give_the_spectra_of_a_layer_that_computes_fewer_neuro
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4 * float(expected[0]))
 
 
-def test_the_first_neuron_is_the_best_single_one() -> None:
-    torch.manual_seed(0)
-    weight, norm = torch.randn(5, 9, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(9))
-    losses = [loss_without(weight, norm, torch.tensor([neuron])) for neuron in range(9)]
-    assert order_neurons(*in_order(weight, norm), 1).neurons[0] == min(range(9), key=losses.__getitem__)
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_each_neuron_is_the_best_after_those_before_it(group: int) -> None:
+    """Where all neurons are candidates of a round, the order is greedy in the loss itself."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        weight, norm = torch.randn(5, 8, dtype=torch.float64), ErrorNorm(left=moment(5), right=moment(8))
+        chosen = list[int]()
+        for neuron in order_neurons(*in_order(weight, norm), group).neurons[:4]:
+            left = set(range(8)) - {*chosen}
+            losses = {each: loss_without(weight, norm, torch.tensor([*chosen, each])) for each in left}
+            assert losses[neuron] == pytest.approx(min(losses.values()), rel=1e-3)
+            chosen.append(neuron)
 
 
 def test_a_fitted_down_layer_is_the_least_squares_solution() -> None:

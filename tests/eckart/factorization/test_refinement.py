@@ -23,6 +23,7 @@ from eckart.model.layers import factorized
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target, find_targets
 from eckart.ranks.budget import Ranks
+from eckart.training.learning_rate import share_of_peak
 from tests import tiny
 from tests.eckart.factorization.test_error_compensation import case, double, draw
 
@@ -279,3 +280,42 @@ def test_one_part_is_too_little():
     model, targets, batches, _ = case("bert")
     with pytest.raises(ValueError, match=r"sequential\.refine.*batch_size"):
         refined(model, targets, batches[:1], settings=Refine(batch_size=4))
+
+
+def linear(start: Tensor) -> nn.Sequential:
+    """A block that is one linear layer of the weight `start`."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(start.shape[1], start.shape[0], bias=False).double()))
+    weight_of(model).copy_(start)
+    return model
+
+
+def weight_of(model: nn.Sequential) -> Tensor:
+    return next(model.parameters()).data
+
+
+def test_held_out_examples_are_not_learned() -> None:
+    x, other, weight = draw(5, (8, 10, 4), (8, 10, 4), (3, 4))
+    found = []
+    for held in (x, other):
+        model = linear(torch.zeros(3, 4))
+        calls = [BlockCall((read,), {}, read @ weight.T, {"x": read}) for read in (x, held)]
+        assert refine(model, Block("0", None), calls, Refine(passes=1, learning_rate=0.1, held_out=0.5)).passes == 1
+        found.append(weight_of(model))
+    assert torch.equal(*found)
+
+
+def test_steps_are_those_of_adamw_with_the_constants_of_aa_svd() -> None:
+    """A decay of 0.01, gradients of norm 1 at most, a tenth of the steps as warm-up, and a cosine to a tenth."""
+    x, weight, start = draw(5, (8, 10, 4), (3, 4), (3, 4))
+    wanted, model = x @ weight.T, linear(10 * start)
+    calls = [BlockCall((x,), {}, wanted, {"x": x})] * 10
+    assert refine(model, Block("0", None), calls, Refine(passes=3, learning_rate=0.1, held_out=0.1)).passes == 3
+    values, steps = (10 * start).requires_grad_(), 27
+    optimizer = torch.optim.AdamW([values], weight_decay=0.01)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        ((x @ values.T - wanted).square().sum() / wanted.square().sum()).backward()
+        nn.utils.clip_grad_norm_([values], 1.0)
+        optimizer.param_groups[0]["lr"] = 0.1 * share_of_peak("cosine", step, steps, 3, 0.1)
+        optimizer.step()
+    torch.testing.assert_close(weight_of(model), values.detach(), rtol=1e-9, atol=1e-12)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from eckart.calibration.second_moments import square_sums
 from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose, weighted_loss
-from eckart.factorization.weightings import Weighting, weigh
+from eckart.factorization.weightings import Weighting, _shrunk, weigh
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny
 
@@ -176,3 +176,8 @@ def test_examples_that_do_not_reach_an_expert_lower_its_loss_in_proportion(calib
     fewer = {kind: {key: share * value for key, value in tensors.items()} for kind, tensors in gathered.items()}
     before, after = (weighted_loss(error, weigh(parse({"kind": "kfac"}), KEY, some)) for some in (gathered, fewer))
     torch.testing.assert_close(after, share * before)
+
+
+def test_shrinkage_of_a_diagonal_is_that_of_its_matrix() -> None:
+    diagonal = torch.tensor([1.0, 2.0, 6.0])
+    torch.testing.assert_close(_shrunk(diagonal, 0.3), _shrunk(diagonal.diag(), 0.3).diagonal())

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSequenceClassification
 
 import eckart
@@ -293,6 +294,16 @@ def test_the_loss_of_a_long_text_is_found_on_its_end(counting, longest):
 def test_the_loss_is_found_in_half_precision_too(name):
     model, batch = tiny.UNUSUAL[name]()
     assert objective_of(model.to(torch.bfloat16), [batch], "kfac").loss is (LOSSES[name])
+
+
+def test_a_span_loss_is_the_mean_of_its_ends():
+    model = tiny.build("BertForQuestionAnswering", **tiny.WORDS, **tiny.LAYERS).eval()
+    ids = torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]])
+    ends = {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 3])}
+    outputs = model(input_ids=ids)
+    expected = cross_entropy(outputs.start_logits, ends["start_positions"], reduction="sum") / 2
+    expected = expected + cross_entropy(outputs.end_logits, ends["end_positions"], reduction="sum") / 2
+    torch.testing.assert_close(span_loss(model, {"input_ids": ids, **ends}), expected)
 
 
 def test_span_losses_are_found_from_the_batch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -206,6 +207,20 @@ def test_the_smallest_increase_that_meets_keep():
     model = Additive(a=losing(0.1, 0.05, 0.01), b=losing(4, 2, 1))
     assert solve(model, None, keep=0.5) == [1, 3]
     assert loss_of(model, EYE) == pytest.approx(2.1)
+
+
+def test_the_smallest_increase_counts_what_a_target_uses_of_its_share():
+    """The first target uses its whole share; that of the second has to do for its largest loss alone."""
+    assert solve(Additive(a=losing(4, 2, 1), b=losing(0.1, 0.05, 0.01)), None, keep=0.375) == [2, 1]
+
+
+def test_losses_are_of_the_examples_that_the_recipe_names():
+    model, asked = Additive(a=losing(4, 2, 1)), []
+    case = tiny.search_problem(model, model.targets(), INPUTS, [], 1.0)
+    case = dataclasses.replace(case, calibration=lambda count, skip=0: asked.append(count) or EYE)
+    recipe = method(0.5)
+    recipe.search(case)
+    assert asked == [recipe.examples]
 
 
 def test_a_dense_model_that_meets_keep_is_not_even_run():

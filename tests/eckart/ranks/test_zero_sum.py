@@ -15,7 +15,7 @@ from eckart.calibration.statistics import collect
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weightings import Inputs, Kfac, Weighting
 from eckart.model.targets import Target, find_targets
-from eckart.ranks.budget import NoRank, allowance, cost, total
+from eckart.ranks.budget import NoRank, allowance, largest_rank, total
 from eckart.ranks.zero_sum import first_order, zero_sum_ranks
 from tests import tiny
 
@@ -105,9 +105,15 @@ def test_the_budget_is_met_and_the_floor_holds(values, keep, floor, storage) -> 
         assume(False)
     assert total(targets, ranks) <= allowance(targets, keep)
     assert ranks["c"] is None
-    assert all(rank is None or cost(targets[0], rank) >= floor * cost(targets[0], 1) for rank in ranks.values())
+    assert all(rank is None or rank >= floor * largest_rank(targets[0]) for rank in ranks.values())
     if keep == 1:
         assert set(ranks.values()) == {None}
+
+
+def test_the_floor_is_a_share_of_the_largest_rank_that_is_smaller_than_dense() -> None:
+    """Of 8 × 8 that is 3; three eighths of 64 each."""
+    effects = {name: [0.0] * 8 for name in "ab"}
+    assert zero_sum_ranks([square("a"), square("b")], effects, 0.75, floor=1.0) == {"a": 3, "b": 3}
 
 
 def test_a_floor_that_keep_does_not_pay_for_is_an_error() -> None:

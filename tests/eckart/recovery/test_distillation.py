@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 
 from eckart.recovery.distillation import Distillation, DistillationRule, hidden_error, logits_error
@@ -81,6 +82,14 @@ def test_certain_teachers_give_finite_numbers():
 
 def test_the_teacher_itself_has_nothing_to_learn():
     assert added(rule(tiny.bert()), tiny.bert().eval()) == pytest.approx(0, abs=1e-6)
+
+
+def test_values_of_a_regression_are_compared_by_their_mean_square_in_the_rule():
+    teacher, model = tiny.bert(), student()
+    found = added(rule(teacher, classes=False, layers=0.0), model)
+    with torch.no_grad():
+        expected = mse_loss(model(**BATCH).logits, teacher.eval()(**BATCH).logits)
+    assert found == pytest.approx(float(expected))
 
 
 def test_the_loss_is_the_weighted_sum_of_the_terms():

@@ -86,6 +86,14 @@ def test_states_of_the_optimizer_are_those_of_the_updates_alone() -> None:
     rule.finish()
 
 
+def test_updates_begin_at_random_maps_that_keep_the_size_of_their_inputs() -> None:
+    model = tiny.factorize(tiny.bert(), tiny.collate(tiny.samples(5)), lambda _: 6)
+    rule = LoraRule(model, Lora(rank=1), seed=0)
+    downs = [module.parametrizations[name][0].down.detach() for module, name in rule.updated]  # type: ignore[index]
+    drawn = torch.cat([(down * down.shape[1] ** 0.5).flatten() for down in downs])
+    assert float(drawn.std()) == pytest.approx(1, rel=0.15)
+
+
 def test_a_factor_no_larger_than_its_update_is_trained_itself() -> None:
     """A factor of rank 1 has as many numbers as the update of rank 1 has, and one less."""
     model = student(rank=1)

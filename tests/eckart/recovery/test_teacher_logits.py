@@ -66,9 +66,12 @@ def test_certain_teachers_give_finite_numbers_and_gradients() -> None:
         torch.testing.assert_close(gradient, torch.tensor([[-1.0, 0.0, 1.0, 0.0]]))
 
 
-def test_examples_are_found_by_their_tokens() -> None:
-    """In any order and with any padding."""
-    teacher, texts = tiny.bert().eval(), tiny.samples(6)
+@pytest.mark.parametrize("number", [2, 300, 70_000])
+def test_examples_are_found_by_their_tokens(number: int) -> None:
+    """In any order and with any padding; numbers of classes are saved in few bytes, but whole."""
+    teacher = tiny.of("BertForSequenceClassification", **tiny.LAYERS, num_labels=number)().eval()
+    teacher.classifier.bias.data[-1] = 9.0  # the class with the largest number is among the most probable
+    texts = tiny.samples(6)
     batch = tiny.collate(texts)
     arrays = teach(teacher, batch, lambda outputs, _: outputs.logits, 2, 1.0)
     saved = TeacherLogits({key: row for row, key in enumerate(keys(batch))}, *arrays)

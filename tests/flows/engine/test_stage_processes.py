@@ -111,6 +111,7 @@ def supervisor_of(pid: int) -> int:
 def test_a_stage_that_ends_or_takes_too_long_leaves_nothing(root: Path, command: str) -> None:
     stage_processes.run(f"{command} leave", root, print, {}, timeout=60)
     processes = pids(root)
+    (root / "pids").unlink()
     with pytest.raises(stage_processes.CommandFailed, match=r"\b5 s\b"):
         stage_processes.run(f"{command} hang", root, print, {}, timeout=5)
     assert gone([*processes, *pids(root)])
