@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -318,10 +319,10 @@ def files(name: str) -> Sequence[str]:
 
 
 def digest(numbers: Numbers) -> str:
-    """Return a digest of the numbers, rounded, so that it is the same on every processor."""
+    """Return a digest of this code and of the numbers, rounded, so that it is the same on every processor."""
     text = json.dumps(numbers, default=float)
     short = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.6f}", text)
-    return hashlib.sha256(short.encode()).hexdigest()[:16]
+    return hashlib.sha256(Path(__file__).read_bytes() + short.encode()).hexdigest()[:16]
 
 
 def svg(name: str, theme: str) -> str:
@@ -337,7 +338,7 @@ def svg(name: str, theme: str) -> str:
             stream,
             format="svg",
             transparent=True,
-            metadata={"Date": None, "Creator": None, "Description": f"numbers: {digest(numbers)}"},
+            metadata={"Date": None, "Creator": None, "Description": f"code and numbers: {digest(numbers)}"},
         )
     text = stream.getvalue().replace("'DejaVu Sans'", ", ".join(f"'{font}'" if " " in font else font for font in fonts))
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
