@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ from flows.promotion.gates import (
 )
 from tasks.artifacts.task_spec import SPLITS
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import Gate, Measured, Promotion
+from tasks.report.choose_candidate import Measured, Promotion
 from tasks.scoring.splits import write_predictions
 from tests import tiny
+from tests.tasks.report.test_choose_candidate import refused, said
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 LABELS = ("negative", "positive")
@@ -63,15 +63,6 @@ def wanting(**changes: Any) -> Terms:
 
 def of_perplexity(**changes: Any) -> Terms:
     return dataclasses.replace(wanting(**changes), metric="perplexity")
-
-
-def refused(gates: Sequence[Gate]) -> list[tuple[str, ...]]:
-    """The gates that do not pass, each with the numbers that its refusal says."""
-    return [(gate.name, *said(gate.refusal)) for gate in gates if not gate.passed]
-
-
-def said(words: str) -> list[str]:
-    return re.findall(r"-?\d+(?:\.\d+)?", words)
 
 
 class TestPerplexity:

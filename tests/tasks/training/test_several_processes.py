@@ -16,6 +16,7 @@ from tasks.artifacts.task_spec import load_split, load_task
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime import stage_runner
+from tests.tasks.training.test_loop import points
 from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, run_stage, tiny_workspace
 
 TAUGHT = {"study": {"control": "kfac"}, "recipes": {"kfac": {"recovery": {"steps": 3, "distillation": {}}}}}
@@ -40,10 +41,6 @@ def teacher(root: Path, *others: str, **changes: object) -> Trained:
         run_stage(name)
     curves = [TEACHER_CURVE, *[CONTROL_CURVE] * ("control" in others)]
     return load_file("models/teacher/model.safetensors"), [point for curve in curves for point in points(curve)]
-
-
-def points(curve: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in curve.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
