@@ -22,8 +22,41 @@ def hooked(hooks: Collection[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
+def kept_config(model: nn.Module) -> Iterator[None]:
+    """Restore on exit what transformers changes in configs, and would leave in the folder of the model.
+
+    The Trainer switches the key-value cache off, and a classifier writes its kind of problem when it computes a loss.
+    """
+    names = ("use_cache", "problem_type")
+    before = [
+        (vars(config), {name: vars(config)[name] for name in names if name in vars(config)})
+        for config in _configs(model)
+    ]
+    try:
+        yield
+    finally:
+        for values, own in before:
+            for name in names:
+                values.pop(name, None)
+            values.update(own)
+
+
+def without_cache(model: nn.Module) -> None:
+    """Switch the key-value cache of `model` off, which only text generation needs."""
+    for config in _configs(model):
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return all configs: parts of a model, such as the one beside a vision tower, have their own."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return list(configs.values())
+
+
+@contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; on exit, restore the mode of each module, or of the module that replaced it.
+    """Put the model into eval mode; on exit, restore its configs and the mode of each module, or of its replacement.
 
     BigBird's sparse attention is restored, too: a forward pass of few tokens switches it to full attention for good.
     """
@@ -32,7 +65,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     attention = [(module, module.attention_type) for module in switching]
     try:
         model.eval()
-        yield
+        with kept_config(model):
+            yield
     finally:
         for module, kind in attention:
             module.set_attention_type(kind)
@@ -47,18 +81,12 @@ def frozen(model: nn.Module) -> Iterator[None]:
     Parameters of a layer that has taken another's place are trainable if that layer's weight or bias was.
     """
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    # Parts of a model, such as the language model beside a vision tower, have configs of their own.
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    caches = {key: config.use_cache for key, config in configs.items() if getattr(config, "use_cache", None)}
     try:
-        model.requires_grad_(False)
-        for key in caches:
-            configs[key].use_cache = False
         with eval_mode(model):
+            model.requires_grad_(False)
+            without_cache(model)
             yield
     finally:
-        for key, cached in caches.items():
-            configs[key].use_cache = cached
         for name, parameter in model.named_parameters():  # by name: parameters may have been replaced
             kind = "bias" if name.endswith("bias") else "weight"
             above = accumulate(name.split(".")[:-1], "{}.{}".format)

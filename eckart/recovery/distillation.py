@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import Batch, Predictions, logits_error, logits_of
+from eckart.model.module_context import without_cache
 from eckart.recipe_parts import Contradiction
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.recovery.teacher_logits import TeacherLogits, top_error
@@ -81,6 +82,8 @@ class DistillationRule(Rule):
     The teacher runs in eval mode and is never trained.
     """
 
+    runs_a_model = True
+
     def __init__(
         self,
         teacher: PreTrainedModel,
@@ -96,6 +99,7 @@ class DistillationRule(Rule):
         """
         self.settings = settings
         self.teacher = teacher.eval()
+        without_cache(teacher)
         self.temperature = settings.temperature if classes else None
         self.predictions = predictions
         self.forward_options = {"output_hidden_states": True} if settings.layers else {}

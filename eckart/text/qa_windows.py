@@ -8,6 +8,7 @@ Source: windows as in Devlin et al., NAACL 2019.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,8 +121,15 @@ def best_answers(
         sum_of_logits, (first, last) = best_span(start, end, window.offsets)
         if sum_of_logits > best[window.row].sum_of_logits:
             probability = float(np.exp(sum_of_logits - np.logaddexp.reduce(start) - np.logaddexp.reduce(end)))
-            best[window.row] = Answer(contexts[window.row][first:last], sum_of_logits, probability)
+            best[window.row] = Answer(_with_marks(contexts[window.row], first, last), sum_of_logits, probability)
     return best
+
+
+def _with_marks(context: str, first: int, last: int) -> str:
+    """Return a part of the context, with the combining marks of its last letter: BERT's tokens end before them."""
+    while unicodedata.category(context[last : last + 1] or " ").startswith("M"):
+        last += 1
+    return context[first:last]
 
 
 def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[float, tuple[int, int]]:

@@ -35,6 +35,9 @@ class Rule:
     forward_options: Mapping[str, Any] = {}
     """Keyword arguments of the model, in addition to the batch."""
 
+    runs_a_model: bool = False
+    """Whether `extra_loss` runs a model, in the precision of the training."""
+
     done: bool = False
     """Whether training may stop before its last step."""
 

@@ -64,6 +64,12 @@ def has_mappings(labels: pd.Series) -> bool:
     return any(isinstance(value, Mapping) for cells in (labels, firsts) for value in cells)
 
 
+def has_structures(labels: pd.Series) -> bool:
+    """Whether any cell is a mapping, or a list of mappings or of lists, such as spans."""
+    cells = (cell for cell in labels if pd.api.types.is_list_like(cell) and not isinstance(cell, Mapping))
+    return has_mappings(labels) or any(pd.api.types.is_list_like(next(iter(cell), None)) for cell in cells)
+
+
 def few_values(labels: pd.Series) -> bool:
     """Whether the labels look like classes.
 

@@ -178,7 +178,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
     In a TSV file, quotes are characters like any other.
 
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
-    behind them, or writes True as true and 01 as 1.
+    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text.
 
     Raises:
         ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
@@ -189,7 +189,12 @@ def _read_csv(file: Path) -> pd.DataFrame:
         _check_quotes(file)
     options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[_suffix(file)]}
     with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-        return pd.read_csv(file, index_col=False, **options)
+        rows = pd.read_csv(file, index_col=False, **options)
+        if not (whole := [name for name in rows if pd.api.types.is_integer_dtype(rows[name])]):
+            return rows
+        cells = pd.read_csv(file, index_col=False, **{**options, "usecols": whole, "dtype": str})
+    codes = [name for name in whole if cells[name].str.contains(r"^0\d", na=False).any()]
+    return rows.assign(**cells[codes])
 
 
 def _check_quotes(file: Path) -> None:

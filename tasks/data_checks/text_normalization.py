@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+import unicodedata
+from functools import cache
 
 import pandas as pd
 
@@ -19,4 +22,12 @@ def texts(rows: pd.DataFrame) -> list[str]:
 
 def contents(rows: pd.DataFrame) -> pd.Series:
     """Return the words of each row in lower case, without punctuation. Rows without a word are returned unchanged."""
-    return pd.Series([" ".join(re.findall(r"\w+", text.casefold())) or text for text in texts(rows)], dtype=str)
+    words = _word().findall
+    return pd.Series([" ".join(words(text.casefold())) or text for text in texts(rows)], dtype=str)
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    r"""Return the pattern of a word: letters, digits and combining marks, such as vowel signs, which \w leaves out."""
+    marks = (chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith("M"))
+    return re.compile(rf"[\w{''.join(marks)}]+")

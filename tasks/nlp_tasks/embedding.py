@@ -132,7 +132,11 @@ class Embedding(NlpTask):
         from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
 
         texts = _texts(frame)
-        words = TfidfVectorizer(max_features=_WORDS, dtype=np.float32).fit(_texts(train).ravel())
+        options: dict[str, Any] = {"max_features": _WORDS, "dtype": np.float32}
+        try:
+            words = TfidfVectorizer(**options).fit(_texts(train).ravel())
+        except ValueError:  # no text has a word of two letters
+            words = TfidfVectorizer(analyzer="char", **options).fit(_texts(train).ravel())
         return _rows(frame, words.transform(texts.ravel()).toarray().reshape(*texts.shape, -1))
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:

@@ -22,7 +22,7 @@ from eckart.calibration.losses import Predictions, binary_logits
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.data.label_encoding import class_ids, has_mappings, names_in_source
+from tasks.data.label_encoding import class_ids, has_structures, names_in_source
 from tasks.nlp_tasks._sequence_task import SequenceTask
 from tasks.nlp_tasks.classification import has_sets
 from tasks.nlp_tasks.nlp_task import NUMBERS, STRINGS, Answers, Tokenizer
@@ -48,7 +48,12 @@ class MultiLabelClassification(SequenceTask):
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
         """Whether cells are sets of labels (lists, or strings with |) that repeat, and texts are not lists of words."""
-        if labels is None or not has_sets(labels) or has_mappings(labels) or texts.map(pd.api.types.is_list_like).any():
+        if (
+            labels is None
+            or not has_sets(labels)
+            or has_structures(labels)
+            or texts.map(pd.api.types.is_list_like).any()
+        ):
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
 
@@ -60,6 +65,17 @@ class MultiLabelClassification(SequenceTask):
                 'in a list (["a", "b"] in .jsonl or .parquet) or separated by | (a|b)'
             )
         sets = {name: frame["label"].map(_labels_of) for name, frame in splits.items()}
+        for name, labels in sets.items():
+            if not labels.map(len).any():
+                raise StageError(
+                    f"no example of the {name} split has a label: name another split in data.splits, or null to take a "
+                    "part of train"
+                )
+        if len(distinct := {frozenset(labels) for labels in sets["train"]}) == 1:
+            raise StageError(
+                f"all training examples have the same labels, {', '.join(sorted(map(str, *distinct)))}, so there is "
+                "nothing to learn; if the column has vectors of 0 and 1, write the names of labels instead"
+            )
         names = names_in_source(splits["train"]["label"])
         ids = class_ids({name: labels.explode().dropna() for name, labels in sets.items()}, params, names)
         for name, frame in splits.items():
@@ -143,9 +159,9 @@ def _labels_of(cell: Any) -> list[Any]:
 
 def _no_names(cells: pd.Series) -> str | None:
     """Return what the cells hold in place of the names of labels; None if they may be names."""
+    if has_structures(cells):
+        return "mappings or lists of lists"
     filled = cells[cells.map(lambda cell: len(_labels_of(cell)) > 0)]
-    if has_mappings(filled):
-        return "mappings"
     texts = filled.map(lambda cell: isinstance(cell, str) and bool(_LIST.fullmatch(cell)))
     if len(filled) and texts.all() and not filled.str.contains(SEPARATOR, regex=False).any():
         return f"lists written as text, such as {filled.iloc[0]}"

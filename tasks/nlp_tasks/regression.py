@@ -109,4 +109,4 @@ def correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float
     """Return a correlation, or 0 if labels or values are constant."""
     if np.ptp(values) == 0 or np.ptp(labels) == 0:
         return 0.0
-    return float(correlate(labels, values).statistic)
+    return float(correlate(labels.astype(float), values.astype(float)).statistic)

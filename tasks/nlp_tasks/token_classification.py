@@ -73,6 +73,8 @@ class TokenClassification(NlpTask):
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
         """Convert tags to ids; -100 stays, as it does in data for transformers, for a word that is not to be tagged.
 
+        Among tags that are strings, it is the string "-100".
+
         If the source defines tag names, train need not contain them all.
         """
         for name, frame in splits.items():
@@ -88,6 +90,13 @@ class TokenClassification(NlpTask):
                     "word, or the number -100 for words to ignore if tags are numbers"
                 )
         names = [name for name in names_in_source(splits["train"]["label"]) if name != IGNORED]
+        for name, frame in splits.items():
+            frame["label"] = [[IGNORED if str(tag) == str(IGNORED) else tag for tag in row] for row in frame["label"]]
+            if not any(tag != IGNORED for row in frame["label"] for tag in row):
+                raise StageError(
+                    f"no word of the {name} split has a tag: name another split in data.splits, or null to take a part "
+                    "of train"
+                )
         tags = {name: frame["label"].explode() for name, frame in splits.items()}
         ids = class_ids({name: column[column != IGNORED] for name, column in tags.items()}, params, names)
         known = {**ids, IGNORED: IGNORED}

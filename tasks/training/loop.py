@@ -31,6 +31,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, batch_size, mean_loss
 from eckart.model.hf_format import converted
+from eckart.model.module_context import kept_config
 from eckart.training.learning_rate import share_of_peak
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
@@ -88,9 +89,6 @@ def train(
         _finish(model, rules)
         return 0
     settings = _settings(training, trainer, seed)
-    if trainer.checkpoint_activations:  # not set in transformers' arguments: it saves them, and rules cannot be saved
-        contexts = partial(_checkpoint_contexts, rules)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     identity = {
         **settings,
         "batch_size": training.batch_size,
@@ -99,24 +97,23 @@ def train(
         "micro_batch": trainer.micro_batch,
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
-    cached = getattr(model.config, "use_cache", None)
-    loop = _RuleTrainer(
-        model,
-        _arguments(checkpoints.folder, settings),
-        train_dataset=data,
-        data_collator=collate,
-        callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
-        rules=rules,
-        rate=_rate(training),
-        loss=loss,
-        dropout=dropout,
-        micro_batch=trainer.micro_batch or training.batch_size,
-    )
-    loop.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
-    loop.train(resume_from_checkpoint=checkpoints.resume())
+    recomputing = _recomputation(model, rules, dropout) if trainer.checkpoint_activations else nullcontext()
+    with kept_config(model), recomputing:
+        loop = _RuleTrainer(
+            model,
+            _arguments(checkpoints.folder, settings),
+            train_dataset=data,
+            data_collator=collate,
+            callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
+            rules=rules,
+            rate=_rate(training),
+            loss=loss,
+            dropout=dropout,
+            micro_batch=trainer.micro_batch or training.batch_size,
+        )
+        loop.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
+        loop.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
-    if cached is not None:  # transformers' Trainer switches it off, and would leave it so in the model's folder
-        model.config.use_cache = cached
     if loop.model_wrapped is not model or trainer.precision:  # wrappers are removed: a loaded model has none
         loop.accelerator.unwrap_model(loop.model_wrapped, keep_fp32_wrapper=False)
     _finish(model, rules)
@@ -188,9 +185,39 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
     return arguments
 
 
-def _checkpoint_contexts(rules: Sequence[Rule]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts for a layer's forward pass and for its recomputation in the backward pass."""
-    return nullcontext(), _together([rule.recomputation() for rule in rules])
+@contextmanager
+def _recomputation(model: PreTrainedModel, rules: Sequence[Rule], dropout: bool) -> Iterator[None]:
+    """Let the layers of `model` recompute their activations in the backward pass instead of keeping them."""
+    if not model.supports_gradient_checkpointing:
+        raise StageError(
+            f"a {type(model).__name__} cannot recompute activations: set trainer.checkpoint_activations to false"
+        )
+    still = [] if dropout else [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts for a layer's forward pass and for its recomputation."""
+        return _in_eval_mode(still), _together([_in_eval_mode(still), *(rule.recomputation() for rule in rules)])
+
+    # not set in transformers' arguments: it saves them, and rules cannot be saved
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    try:
+        yield
+    finally:
+        model.activation_checkpointing_disable()
+        model.disable_input_require_grads()
+
+
+@contextmanager
+def _in_eval_mode(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Put those of `layers` that are in training mode into eval mode; their own parts are not touched."""
+    training = [layer for layer in layers if layer.training]
+    for layer in training:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
 
 
 @contextmanager
@@ -208,7 +235,10 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 
 
 def _stop_dropout(model: nn.Module) -> None:
-    """Put `model` into eval mode, but for layers that recompute activations, which they do in training mode only."""
+    """Put `model` into eval mode, but for layers that recompute activations, which they do in training mode only.
+
+    Such layers leave this mode while they run (`_recomputation`).
+    """
     model.eval()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -275,7 +305,8 @@ class _RuleTrainer(transformers.Trainer):
         if self.rules:
             self.step_loss += self.share * float(loss.detach())
         for rule in self.rules:
-            extra = rule.extra_loss(model, inputs, outputs)  # type: ignore[arg-type]
+            with self.accelerator.autocast() if rule.runs_a_model else nullcontext():
+                extra = rule.extra_loss(model, inputs, outputs)  # type: ignore[arg-type]
             loss = loss if extra is None else loss + extra
         loss = loss if self.share == 1 else self.share * loss
         return (loss, outputs) if return_outputs else loss

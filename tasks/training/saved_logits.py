@@ -22,6 +22,7 @@ import torch
 from datasets import Dataset
 
 from eckart.calibration.losses import Batch
+from eckart.model.module_context import frozen
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.recovery.teacher_logits import TeacherLogits, keys, teach
 from eckart.training.optimizer_settings import Optimization
@@ -55,7 +56,7 @@ def saved_logits(
     Raises:
         ValueError: examples differ in their number of predictions.
     """
-    teacher = problem.teacher().eval()
+    teacher = problem.teacher()
     rows = drawn(data, training.steps, training.batch_size, problem.seed)
     examples = data.select(rows)
     examples = examples.select(by_length(examples))
@@ -69,7 +70,7 @@ def saved_logits(
             batch = collate([examples[row] for row in range(start, min(start + size, len(examples)))])
             yield {name: values.to(teacher.device) for name, values in batch.items()}
 
-    with _locked():
+    with _locked(), frozen(teacher):
         for other in (path for path in LOGITS.iterdir() if path.is_dir() and path != study):
             shutil.rmtree(other)
         folder.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,15 @@ def test_a_compressed_causal_model_generates() -> None:
     assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
 
 
+def test_the_config_of_the_model_stays() -> None:
+    """A classifier that computes a loss writes its kind of problem there."""
+    model = tiny.bert()
+    before = model.config.to_json_string()
+    small, _ = eckart.compress(model, BATCHES, 0.5, "anchored")
+    assert model.config.to_json_string() == before
+    assert small.config.problem_type is None
+
+
 def test_a_language_model_keeps_more_by_default() -> None:
     texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
     _, of_words = eckart.compress(tiny.causal_llama(), texts, recipe="svd", check=False)

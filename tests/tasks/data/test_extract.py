@@ -326,6 +326,13 @@ def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> No
     assert set(load_task().labels) == {word, "yes"}
 
 
+def test_codes_with_zeros_before_them_are_no_numbers() -> None:
+    """As numbers, 01 and 1 would be one class, under another name than in the file."""
+    reviews().assign(label=["01", "1", "10"] * 20).to_csv("data/raw/rows.csv", index=False)
+    extracted("data/raw/rows.csv")
+    assert load_task().labels == ("01", "1", "10")
+
+
 @pytest.mark.parametrize("words", [("1", "2"), ("0.5", "1.5"), ("False", "True")])
 def test_labels_of_another_type_are_the_words_of_another_file(words: tuple[str, str]) -> None:
     write(rows([*words, "none"] * 10), "folder/train")

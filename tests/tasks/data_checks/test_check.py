@@ -20,6 +20,7 @@ from tasks.data_checks.class_shares import counts_of_both, shift
 from tasks.data_checks.counts import of_splits
 from tasks.data_checks.drift import drift
 from tasks.data_checks.findings import FINDINGS, Finding
+from tasks.data_checks.text_normalization import contents
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.workspace import a_task, run_stage, tiny_params, tiny_workspace, write_params
 
@@ -82,6 +83,11 @@ def test_a_leak_is_found_whatever_its_label_case_and_punctuation(name: str) -> N
     share = 6 / len(leaked)
     assert broken(splits(**{name: leaked}), largest_leaked=share - 0.01) == {("leaked examples", name): share}
     assert broken(splits(**{name: leaked}), largest_leaked=share) == {}
+
+
+def test_vowel_signs_and_tone_marks_are_part_of_a_word() -> None:
+    texts = ["काम", "कीमा", "कोमा", "ไม่", "ไม้", "cafe", "cafe\u0301"]
+    assert contents(pd.DataFrame({"text": texts})).nunique() == len(texts)
 
 
 def test_pairs_leak_only_as_a_whole() -> None:

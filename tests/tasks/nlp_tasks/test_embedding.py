@@ -275,3 +275,9 @@ def test_a_study_goes_from_texts_to_a_folder_of_sentence_transformers(workspace:
     first = small(**tokenizer(["the plot"], return_tensors="pt")).last_hidden_state[0, 0]
     (answer,) = kind_of(task(pooling="cls")).answers(small, tokenizer, pd.DataFrame({"text": ["the plot"]}), 8)
     assert answer["embedding"] == pytest.approx((first / first.norm()).tolist(), abs=1e-5)
+
+
+def test_texts_without_a_word_have_a_trivial_baseline() -> None:
+    """Of single letters or emoji; TF-IDF counts words of two letters and more."""
+    frame = rows().assign(text=["a", "🙂"] * 10, text_pair=["b", "c"] * 10)
+    assert len(kind_of(task()).trivial(frame, frame, tiny_tokenizer())) == len(frame)

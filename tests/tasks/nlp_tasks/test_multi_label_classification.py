@@ -22,7 +22,7 @@ from eckart.model.targets import find_targets
 from tasks.artifacts.paths import EXPORTS
 from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches
-from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks import kind_of, task_class
 from tests.tasks.scoring import test_scores
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import a_task, reviews, run_stage, tiny_params, tiny_tokenizer, write_base, write_params
@@ -65,6 +65,29 @@ def test_a_single_label_is_refused() -> None:
 @pytest.mark.usefixtures("workspace")
 def test_no_label_is_refused() -> None:
     assert "label" in refusal(write_jsonl([{**row, "label": []} for row in labeled()]), **DATA)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_cells_that_are_lists_of_lists_are_named() -> None:
+    """Such as spans; asked without a task, they are no sets of labels."""
+    spans = [{**row, "label": [[0, 5], [6, 9]]} for row in labeled()]
+    assert "lists of lists" in refusal(write_jsonl(spans), **DATA)
+    frame = pd.DataFrame(spans)
+    assert not task_class("multi_label_classification").looks_like(frame["text"], frame["label"])
+
+
+@pytest.mark.usefixtures("workspace")
+def test_one_set_of_labels_is_refused_such_as_vectors_of_two_classes() -> None:
+    vectors = [{**row, "label": [number % 2, 1 - number % 2]} for number, row in enumerate(labeled())]
+    assert "the same labels, 0, 1" in refusal(write_jsonl(vectors), **DATA)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_a_split_without_a_label_is_named() -> None:
+    source = Path(write_jsonl(labeled(separated=False))).rename("data/raw/train.jsonl").parent
+    (source / "test.jsonl").write_text(json.dumps({"text": "the plot", "label": []}))
+    own = {**DATA, "splits": {"train": "train", "validation": None, "test": "test"}}
+    assert "no example of the test split" in refusal(str(source), **own)
 
 
 @pytest.mark.usefixtures("workspace")

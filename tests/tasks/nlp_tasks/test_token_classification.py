@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -199,6 +201,22 @@ def test_words_with_the_tag_of_ignored_tokens_have_no_label() -> None:
     guess = kind.trivial(splits["train"], test, tiny_tokenizer())["guess"]
     assert {tag for row in guess for tag in row} == {0}
     assert classes(test, task).sum() == sum(len(row) - 1 for row in test["text"])
+
+
+@pytest.mark.usefixtures("workspace")
+def test_among_tags_that_are_words_an_ignored_one_is_a_word_too() -> None:
+    extracted(write_jsonl([{**row, "tags": ["-100", *row["tags"][1:]]} for row in tagged()]), **DATA)
+    assert "-100" not in load_task().labels
+
+
+@pytest.mark.usefixtures("workspace")
+def test_a_split_without_a_tag_is_named() -> None:
+    """As the hub's test splits without labels."""
+    source = Path(write_jsonl(numbered())).rename("data/raw/train.jsonl").parent
+    row = {**numbered()[0], "tags": [-100] * len(numbered()[0]["tags"])}
+    (source / "test.jsonl").write_text(json.dumps(row))
+    own = {**DATA, "splits": {"train": "train", "validation": None, "test": "test"}}
+    assert "no word of the test split" in refusal(str(source), **own)
 
 
 @pytest.mark.usefixtures("workspace")

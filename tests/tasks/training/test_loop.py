@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
+from eckart.recovery.distillation import Distillation, DistillationRule
 from tasks.runtime.stage_runner import StageError
+from tests import tiny
 from tests.training import train
 from tests.workspace import bert, collate, rows
 
@@ -105,12 +107,14 @@ def test_the_model_is_in_eval_mode_afterwards(curve: Path, steps: int) -> None:
     assert not any(module.training for module in trained(curve, bert().train(), steps=steps).modules())
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_cache_is_on_if_it_was(curve: Path, cached: bool) -> None:
-    """transformers' Trainer switches it off, and language models would then be timed and saved without it."""
-    model = bert()
-    model.config.use_cache = cached
-    assert trained(curve, model).config.use_cache is cached
+@pytest.mark.parametrize("cache", [{"use_cache": True}, {"use_cache": False}, {}])
+def test_the_config_is_as_before(curve: Path, cache: dict[str, bool]) -> None:
+    """transformers' Trainer switches the cache off, and language models would then be timed and saved without it."""
+    sizes = {"dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2}
+    model = bert() if cache else tiny.of("DistilBertForSequenceClassification", **sizes, num_labels=2)()
+    vars(model.config).update(cache)
+    before = model.config.to_json_string()
+    assert trained(curve, model).config.to_json_string() == before
 
 
 def test_weights_that_are_not_finite_are_seen_at_the_first_step(curve: Path) -> None:
@@ -128,6 +132,44 @@ def test_a_learning_rate_that_breaks_the_loss_is_named_with_its_step(curve: Path
         trained(curve, steps=20, warmup=0.0, learning_rate=1e30)
     assert points(curve)
     assert all(map(math.isfinite, (point["loss"] for point in points(curve))))
+
+
+def test_a_model_that_cannot_recompute_activations_is_an_error(curve: Path) -> None:
+    model = bert()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(StageError, match=r"trainer\.checkpoint_activations"):
+        trained(curve, model, checkpoint_activations=True)
+
+
+def test_after_a_training_activations_are_kept_again(curve: Path) -> None:
+    model = trained(curve, checkpoint_activations=True)
+    assert not model.is_activation_checkpointing
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_layer_that_calls_dropout_itself_has_none(curve: Path) -> None:
+    """OPT's do; recomputing activations needs the layer in training mode, but not what it does there."""
+
+    def opt(rate: float) -> PreTrainedModel:
+        sizes = {**tiny.LAYERS, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64}
+        return tiny.of("OPTForSequenceClassification", **sizes, dropout=rate, num_labels=2)()
+
+    plain = trained(curve, opt(0.0), steps=2)
+    again = trained(curve, opt(0.5), steps=2, dropout=False, checkpoint_activations=True)
+    for (name, found), expected in zip(again.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+
+
+def test_a_teacher_runs_in_the_precision_of_the_training_and_without_a_cache(curve: Path) -> None:
+    teacher, model = (bert().eval() for _ in range(2))
+    teacher.config.use_cache = True
+    seen = list[torch.dtype]()
+    teacher.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    rule = DistillationRule(teacher, Distillation(), classes=True)
+    assert not teacher.config.use_cache
+    trained(curve, model, rules=[rule], precision="bf16")
+    trained(curve, model, rules=[rule])
+    assert seen == [torch.bfloat16] * 3 + [torch.float32] * 3
 
 
 @pytest.mark.parametrize(("again", "passes"), [(False, 2), (True, 4)])
