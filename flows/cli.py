@@ -298,6 +298,8 @@ def table(
         raise EckartError("--quiet and --json contradict each other: give only one")
     from flows.display import study_json
 
+    if note := study_json.note():
+        print(note, file=sys.stderr)
     if as_json:
         _print_json({})
     elif not quiet:

@@ -61,8 +61,8 @@ def serve(
             `notifications.set_up`.
 
     Raises:
-        EckartError: `cron` or `timezone` is invalid, no server can be used, a block cannot be used, or a deployment of
-            another folder has this name.
+        EckartError: `cron` or `timezone` is invalid, no server can be used, a block cannot be used, another process
+            serves this deployment, or one of another folder has this name.
     """
     deployment = {"schedule": _schedule(cron, timezone), "parameters": {**options.parameters(), "promote": promote}}
     logging.getLogger("prefect.runner").addFilter(_is_not_waiting)
@@ -89,25 +89,26 @@ def _serve_until_lost(
     lost = False
     try:
         deployment_owner.check_name(name)
-        set_up()
-        print(_announcement(name, due, address), flush=True)
-        study.serve(
-            name=name,
-            **deployment,
-            description="Brings the study of params.yaml up to date.",
-            global_limit=_ONE_AT_A_TIME,  # counts runs on all machines
-            limit=1,
-            tags=[deployment_owner.tag()],
-            triggers=[
-                DeploymentEventTrigger(
-                    name=f"eckart {name}: new data, parameters or code",
-                    expect={CHANGED},
-                    match={"prefect.resource.id": f"eckart.{name}"},
-                )
-            ],
-            entrypoint_type=EntrypointType.MODULE_PATH,
-            print_starting_message=False,
-        )
+        with deployment_owner.held(name):
+            set_up()
+            print(_announcement(name, due, address), flush=True)
+            study.serve(
+                name=name,
+                **deployment,
+                description="Brings the study of params.yaml up to date.",
+                global_limit=_ONE_AT_A_TIME,  # counts runs on all machines
+                limit=1,
+                tags=[deployment_owner.tag()],
+                triggers=[
+                    DeploymentEventTrigger(
+                        name=f"eckart {name}: new data, parameters or code",
+                        expect={CHANGED},
+                        match={"prefect.resource.id": f"eckart.{name}"},
+                    )
+                ],
+                entrypoint_type=EntrypointType.MODULE_PATH,
+                print_starting_message=False,
+            )
     except Exception as error:  # Prefect raises many kinds of errors, and groups of errors
         if answers(f"{address.rstrip('/')}/health"):
             raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from flows.engine.lock_file import LOCK
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.names import candidate_name
@@ -33,6 +36,15 @@ REPORTS = {
     "picture": COMPARISON_PICTURE,
 }
 _SIZES = ("target_parameters", "model_parameters", "macs_per_token", "bytes")
+
+
+def note() -> str | None:
+    """Return a sentence if the results are not those that dvc.lock records, as after `git checkout`."""
+    file = REPORTS["table"]
+    found = re.search(rf"- path: {file}\n(?:      .*\n)*?      md5: (\w+)", LOCK.read_text() if LOCK.exists() else "")
+    if not found or not file.is_file() or hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() == found[1]:
+        return None
+    return f"These are results of an earlier run. {LOCK} has others: `eckart run` brings them here."
 
 
 def require(file: Path) -> Path:

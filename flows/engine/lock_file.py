@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 LOCK = Path("dvc.lock")
 _HEAD = "schema: '2.0'\nstages:\n"
 _ENTRIES = re.compile(r"(?:  .*\n|\n)*")
+_ENTRY = re.compile(r"^  (\S.*):\n((?:    .*\n|\n)*)", re.MULTILINE)
 _ANCHOR = re.compile(r"[&*]id\d{3}")  # YAML's marks of repeated values, numbered throughout the file
 
 
@@ -54,6 +55,17 @@ def write(stage: PipelineStage) -> None:
 def digests(entry: Mapping[str, Any], part: Literal["deps", "outs"]) -> dict[str, str]:
     """Return path → digest of a stage's dependencies or outputs, whichever `part` names, from its dvc.lock entry."""
     return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
+
+
+def outputs_of_others(stages: Collection[str]) -> dict[str, str]:
+    """Return path → digest of the outputs that dvc.lock records for stages other than these, in its usual layout."""
+    found: dict[str, str] = {}
+    text = LOCK.read_text("utf-8") if LOCK.exists() else ""
+    for name, entry in _ENTRY.findall(text):
+        if name not in stages:
+            with suppress(YAMLError):  # values that are repeated elsewhere in the file
+                found |= digests(YAML(typ="safe").load(entry) or {}, "outs")
+    return found
 
 
 def heal(repo: Repo) -> None:

@@ -84,10 +84,17 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 
 @contextmanager
+def if_free(repo: Repo, writes: Sequence[str]) -> Iterator[None]:
+    """Hold DVC's locks on these paths while the block runs; raise a LockError if a stage of another process has one."""
+    with bookkeeping(repo), ExitStack() as locks:
+        _enter(repo, locks, write=writes)
+        yield
+
+
+@contextmanager
 def workspace(repo: Repo) -> Iterator[None]:
     """Lock the whole workspace, so that no stage in it can begin; raise a LockError if one runs."""
-    with bookkeeping(repo), ExitStack() as locks:
-        _enter(repo, locks, write=[repo.root_dir])
+    with if_free(repo, [repo.root_dir]):
         yield
 
 

@@ -34,7 +34,7 @@ def refuse(root: Path, stage: str | None = None) -> None:
     if left := _outlast(root, stage, lambda process: None):
         raise StillRuns(
             f"an earlier run of {stage or 'a stage'} was cut off, and its processes still write in {root}: "
-            f"wait until they end, or `kill {' '.join(map(str, left))}`; then run again"
+            f"wait until they end, or `kill -9 {' '.join(map(str, left))}`; then run again"
         )
 
 

@@ -108,7 +108,8 @@ def run(
     if expired.is_set():
         raise CommandFailed(f"stopped after {timeout:g} s")
     if code:
-        raise CommandFailed(lines.last if code == 1 and lines.last else f"{_ending(code)}; its last line: {lines.last}")
+        last = f"; its last line: {lines.last}" if lines.last else ""
+        raise CommandFailed(lines.last if code == 1 and lines.last else f"{_ending(code)}{last}")
     return time.perf_counter() - start
 
 

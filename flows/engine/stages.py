@@ -37,6 +37,7 @@ from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, reposito
 from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
 from tasks.artifacts.errors import EckartError
+from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.names import candidate_of, recipe_and_keep
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def plan() -> list[Planned]:
     with repository() as repo, bookkeeping(repo):
         graph = repo.index.graph
         _refuse_links(repo)
+        _remove_leftovers(repo)
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
             if not stage.cmd:
                 _note_input(stage)
@@ -125,6 +127,35 @@ def plan() -> list[Planned]:
         first.setdefault(kinds[name], name)
     twins = {name: first[kinds[name]] for name in planned}
     return [replace(stage, twin=twins[name] if twins[name] != name else None) for name, stage in planned.items()]
+
+
+def _remove_leftovers(repo: Repo) -> None:
+    """Remove the outputs of stages that dvc.yaml no longer has, such as those of a recipe that was taken out.
+
+    Stages that read whole folders, such as the benchmark, would record them as inputs, which no clone has. Only files
+    that are as dvc.lock records them, and in the cache, are removed: they come back with their stage.
+    """
+    stages = [stage for stage in repo.index.stages if stage.cmd]
+    written = {str(out) for stage in stages for out in stage.outs}
+    others = lock_file.outputs_of_others({stage.name for stage in stages})
+    there = {path: digest for path, digest in others.items() if path not in written and Path(path).exists()}
+    cache = Path(repo.cache.local_cache_dir)
+    gone = [
+        path
+        for path, digest in there.items()
+        if not cached_objects.missing(cache, digest)
+        and cached_objects.digest_of(cached_objects.measured(Path(path))) == digest
+    ]
+    if not gone:
+        return
+    with suppress(LockError), locks.if_free(repo, [str(Path(path).absolute()) for path in gone]):
+        for path in gone:
+            cached_objects.remove(Path(path))
+        log.warning(
+            "removed what stages that the study no longer has left here, such as %s; it is in the cache, and comes "
+            "back with them",
+            gone[0],
+        )
 
 
 def resolve_parameters() -> None:
@@ -169,6 +200,12 @@ def _refuse_links(repo: Repo) -> None:
     outs = [Path(out.fs_path) for stage in stages for out in stage.outs]
     read = {path for path in deps if path.is_relative_to(root)}
     given = read - {path for out in outs for path in (out, *out.parents)}  # of the others, the message is below
+    tracked = {Path(out.fs_path) for out in repo.index.outs}  # of which `_note_input` says that they are missing
+    if missing := [str(path) for path in (RAW, BASE) if {root / path} <= given - tracked and not path.exists()]:
+        raise WorkspaceUnusable(
+            f"{' and '.join(missing)} is missing: put your data or your base model there, or make an empty folder if "
+            "params.yaml names none"
+        )
     inside = chain(given, chain.from_iterable(path.rglob("*") for path in read))
     if linked := sorted(path for path in inside if path.is_symlink() and path.is_dir()):
         name, target = shlex.quote(str(linked[0].relative_to(root))), shlex.quote(str(linked[0].resolve()))
@@ -457,6 +494,9 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
     computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    if not computed:  # `dvc repro` computed it
+        results = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
+        stage_results.keep(_cache(stage), _computation(stage, definition), Computed(None, results))
     return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, outs)
 
 

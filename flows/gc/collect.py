@@ -19,7 +19,7 @@ from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo
 
-from flows.engine import cached_objects, locks, stages
+from flows.engine import cached_objects, locks, orphaned_processes, stages
 from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, kind
 from flows.gc.saved_logits import kind_of_logits
@@ -98,6 +98,7 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(locks.workspace(stack.enter_context(Repo(str(folder), _wait_for_lock=True))))
+            orphaned_processes.refuse(folder)
         except LockError as error:
             raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
         except DvcException as error:

@@ -166,6 +166,12 @@ class Registry:
                 f"{self.name} has no champion: its version or alias was deleted, and all others were rolled back. "
                 f"{begin}"
             )
+        noted = last_champion.last(self.name)
+        if noted and noted.registry == _place() and not (database.all_is_local() and database.damaged()):
+            raise RegistryLost(
+                f"{_place()} no longer has the model {self.name}, of which version {noted.version} was the champion: "
+                "restore a copy of that database, or begin anew with `eckart promote --first`"
+            )
         if had := self._last_known_champion():
             raise RegistryLost(
                 f"the model registry at {_place()} has no champion of {self.name}, but this workspace has had {had}. "

@@ -283,7 +283,7 @@ class Mirror:
         if not model:
             tags = {"eckart.study": self.study, "eckart.candidate": candidate, candidate_models.KEY: key}
             model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
-        if model.status != LoggedModelStatus.READY:
+        if model.status != LoggedModelStatus.READY or model.source_run_id != run.info.run_id:  # whose run was deleted
             candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _points(_numbers(outcomes)))
         return str(model.model_id)
 

@@ -6,12 +6,16 @@ fails if another folder has a deployment of this name.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
+from urllib.parse import quote
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
@@ -71,6 +75,30 @@ def check_name(name: str) -> None:
             f"the deployment study/{name} belongs to {_place(owner)}: choose another name (`eckart serve --name`), or, "
             "if that one is no longer served, delete it on Prefect's page Deployments"
         )
+
+
+@contextmanager
+def held(name: str) -> Iterator[None]:
+    """Serve the deployment of this name alone while the block runs.
+
+    Raises:
+        EckartError: another process of this folder serves it. When one of the two ended, Prefect would pause it.
+    """
+    file = Path(".eckart") / f"serve-{quote(name, safe='')}.lock"
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a+") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: its runs do not inherit it
+        except OSError:
+            lock.seek(0)
+            raise EckartError(
+                f"process {lock.read()} serves study/{name} of this folder already: end it first, or choose another "
+                "name (`eckart serve --name`)"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from flows.servers import notifications
 from flows.study import study as study_flow
 from flows.workspace import deployment_owner
 from tasks.artifacts.errors import EckartError
+from tests.flows import forked
 from tests.flows.forked import gone
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study, begun, noted, noting
@@ -362,3 +364,25 @@ def test_an_unreachable_server_is_named(command: str, tmp_path: Path, monkeypatc
     assert done.exit_code == 1
     assert "http://127.0.0.1:9/api" in done.output
     assert "topsecret" not in done.output
+
+
+def hold(folder: Path) -> None:
+    os.chdir(folder)
+    with deployment_owner.held("nightly/x"):
+        Path("holds").touch()
+        threading.Event().wait()
+
+
+def test_a_deployment_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first process to end would pause the schedule of the other."""
+    first = forked.start(hold, tmp_path)
+    until((tmp_path / "holds").exists)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EckartError, match=rf"\b{first.pid}\b.*--name"), deployment_owner.held("nightly/x"):
+        pass
+    with deployment_owner.held("another"):
+        pass
+    first.kill()
+    first.join()
+    with deployment_owner.held("nightly/x"):
+        pass

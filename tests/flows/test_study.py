@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.display import run_diff
+from flows.engine import cached_objects
 from flows.engine.stages import read_now
 from flows.tracking.mirror import VIEW
 from tasks.artifacts.results_schema import SECONDS
@@ -91,6 +92,17 @@ class TestAfterTheFirstRun:
         assert kfac["exports"]["int8"]["speedup"] == latency["of_torch"]
         assert kfac["exports"]["int8"]["speedup_in_runtime"] == latency["of_same"]
         assert all((workspace / path).exists() for path in {**kfac["files"], **told["files"]}.values())
+
+    def test_results_of_another_record_are_named(self, workspace: Path) -> None:
+        """As after `git checkout`, which brings another dvc.lock beside the same reports."""
+        with chdir(workspace):
+            assert not CliRunner().invoke(app, ["table"]).stderr
+            (digest,) = cached_objects.measured(Path("reports/comparison.csv")).values()
+            lock = Path("dvc.lock").read_text()
+            assert digest in lock
+            Path("dvc.lock").write_text(lock.replace(digest, "0" * 32))
+            assert "dvc.lock has others" in CliRunner().invoke(app, ["table"]).stderr
+            Path("dvc.lock").write_text(lock)
 
     def test_dvc_compares_a_dozen_metrics(self, study: Study) -> None:
         with chdir(study.root):

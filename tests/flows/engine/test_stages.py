@@ -31,6 +31,7 @@ from flows.engine import (
 )
 from flows.engine import stages as engine
 from flows.engine.stage_processes import CommandFailed
+from flows.gc import collect
 from tasks.artifacts.errors import EckartError
 from tasks.runtime import code_digests
 from tests.flows import forked
@@ -138,6 +139,72 @@ def test_a_parameter_makes_stale_what_dvc_says_and_its_return_restores(workspace
     assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Restored", "total": "Restored"}
     assert ran(workspace) == ["total", "work@b"]
     assert stale(workspace) == []
+
+
+def test_what_a_stage_that_is_gone_left_is_no_input_of_the_others(workspace: Path, tmp_path: Path) -> None:
+    """The folder that `total` reads is then as in a clone that never had this stage; back, it is restored."""
+    run_all(workspace)
+    both = (workspace / "total.txt").read_text()
+    one = PARAMS.replace("[a, b]", "[a]")
+    (workspace / "params.yaml").write_text(one)
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "total": "Executed"}
+    fresh = toy_workspace(tmp_path / "fresh")
+    (fresh / "params.yaml").write_text(one)
+    call(fresh, "dvc", "repro")
+    assert entries(workspace)["total"] == entries(fresh)["total"]
+    ran(workspace)
+    (workspace / "params.yaml").write_text(PARAMS)
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Restored", "total": "Restored"}
+    assert ran(workspace) == []
+    assert (workspace / "total.txt").read_text() == both
+
+
+@pytest.mark.parametrize("kept", ["edited", "not in the cache", "being read"])
+def test_what_a_stage_that_is_gone_left_stays_where_it_would_be_lost(workspace: Path, kept: str) -> None:
+    run_all(workspace)
+    left = workspace / "out/b"
+    digest = entries(workspace)["work@b"]["outs"][0]["md5"]  # type: ignore[index]
+    if kept == "edited":
+        left.chmod(0o644)
+        left.write_text("mine\n")
+    elif kept == "not in the cache":
+        cached_objects.object_path(workspace / ".dvc/cache", digest).unlink()
+    (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[a]"))
+    reader = forked.start(read_out, workspace) if kept == "being read" else None
+    until(lambda: not reader or (workspace / "reads").exists())
+    engine.plan()
+    assert left.exists()
+    if reader:
+        reader.kill()
+        reader.join()
+
+
+def read_out(root: Path) -> None:
+    """Hold a lock on the folder `out`, as a stage that reads it does."""
+    os.chdir(root)
+    with locks.repository() as repo, locks.of_paths(repo, [str(root / "out")], []):
+        (root / "reads").touch()
+        threading.Event().wait()
+
+
+def test_what_dvc_repro_computed_is_found_under_another_name(workspace: Path) -> None:
+    call(workspace, "dvc", "repro")
+    assert set(run_all(workspace).values()) == {"Cached"}
+    with locks.repository() as repo:
+        for stage in repo.index.stages:
+            computation = engine._computation(stage, engine._definition(stage))
+            assert stage_results.load(workspace / ".dvc/cache", computation)
+
+
+@pytest.mark.parametrize("missing", [["data/raw"], ["models/base"], ["data/raw", "models/base"]])
+def test_folders_of_the_user_that_are_missing_are_named_together(workspace: Path, missing: list[str]) -> None:
+    for folder in ("data/raw", "models/base"):
+        (workspace / folder).mkdir(parents=True)
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("deps: [raw.txt]", "deps: [raw.txt, data/raw, models/base]"))
+    for folder in missing:
+        (workspace / folder).rmdir()
+    with pytest.raises(EckartError, match=f"^{' and '.join(missing)} is missing"):
+        engine.plan()
 
 
 def test_a_lost_output_is_restored_and_a_damaged_one_replaced(workspace: Path) -> None:
@@ -370,8 +437,10 @@ def test_a_stage_that_a_killed_dvc_repro_left_is_refused_until_it_ends(
     (workspace / "dvc.yaml").write_text(PIPELINE)
     with pytest.raises(orphaned_processes.StillRuns, match=r"\bsource\b") as refused:
         run_all(workspace)
-    named = {int(word) for word in re.findall(r"\b\d+\b", str(refused.value).partition("`kill")[2])}
+    named = {int(word) for word in re.findall(r"\b\d+\b", str(refused.value).partition("`kill -9")[2])}
     assert named == {process.pid for process in left}
+    with pytest.raises(orphaned_processes.StillRuns), collect._no_stage_runs(workspace):
+        pass
     for process in left:
         process.kill()
     assert forked.gone(named)

@@ -284,6 +284,14 @@ def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
         assert found.aliases() == {CHAMPION: "3"}
 
 
+def test_a_model_that_was_deleted_is_named_with_the_registry_that_had_it(models: Registry) -> None:
+    promote(models, "1", "2")
+    models.look_for_champion(first=False)
+    models.client.delete_registered_model("m")
+    with pytest.raises(RegistryLost, match=r"no longer has the model m\b.*\bversion 2\b.*--first"):
+        models.look_for_champion(first=False)
+
+
 def test_a_clock_that_goes_back_makes_no_other_order(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     promote(models, "1")
     back = datetime.now(UTC) - timedelta(days=1)
