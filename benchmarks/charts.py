@@ -1,7 +1,7 @@
 """Draw the charts of the results pages and of README.md: SVG files in docs/images/, each light and dark.
 
 `python -m benchmarks.results` calls this. Backgrounds are transparent and text stays text, so files are small. A file
-names a digest of the numbers that it shows: a chart is stale if they have changed.
+names a digest of the numbers that it shows and of this code: a chart is stale if one of them has changed.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def svg(name: str, theme: str) -> str:
 
 
 def stale() -> list[str]:
-    """Return the names of the charts whose files are missing or show other numbers than the CSV files have now."""
+    """Return the names of the charts whose files are missing, or of other code or numbers than there are now."""
     return [name for name in CHARTS if any(_shown(file) != digest(CHARTS[name][0]()) for file in files(name))]
 
 

@@ -205,7 +205,7 @@ def _run(options: Options) -> list[Outcome]:
 
     typed = torch_questions.checked_params()
     champion_data.refresh(typed["study"].name, typed["promotion"].model)
-    planned = _in_order(nothing_to_do.plan())
+    planned = _in_order(nothing_to_do.plan(clear=True))
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)

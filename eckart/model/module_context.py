@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def without_cache(model: nn.Module) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return all configs: parts of a model, such as the one beside a vision tower, have their own."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return list(configs.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
 @contextmanager

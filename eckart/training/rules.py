@@ -36,7 +36,7 @@ class Rule:
     """Keyword arguments of the model, in addition to the batch."""
 
     runs_a_model: bool = False
-    """Whether `extra_loss` runs a model, in the precision of the training."""
+    """Whether `extra_loss` runs a model other than the trained one, in the precision of the training."""
 
     done: bool = False
     """Whether training may stop before its last step."""

@@ -44,7 +44,7 @@ def note() -> str | None:
     found = re.search(rf"- path: {file}\n(?:      .*\n)*?      md5: (\w+)", LOCK.read_text() if LOCK.exists() else "")
     if not found or not file.is_file() or hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() == found[1]:
         return None
-    return f"These are results of an earlier run. {LOCK} has others: `eckart run` brings them here."
+    return f"These are not the results that {LOCK} records: `eckart run` brings those here."
 
 
 def require(file: Path) -> Path:

@@ -15,13 +15,13 @@ from tasks.artifacts.paths import COMPARISON_TEXT
 from tasks.config import validation
 
 
-def plan() -> list[Planned]:
-    """Return the stages of the study.
+def plan(clear: bool = False) -> list[Planned]:
+    """Return the stages of the study; `clear` as in `stages.plan`.
 
     Raises:
         WorkspaceUnusable: dvc.yaml lacks the stage of the final table. It was cut off, and may lack other stages, too.
     """
-    planned = stages.plan()
+    planned = stages.plan(clear)
     if not any(Path(path).match(str(COMPARISON_TEXT)) for stage in planned for path in stage.writes):
         raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON_TEXT}: `git checkout dvc.yaml`")
     return planned
@@ -47,7 +47,7 @@ def plan_with(candidate: str, *others: str) -> dict[str, Planned]:
 
 def outcomes() -> list[Outcome] | None:
     """Return the outcomes of all stages after recording them in MLflow; None if a stage has to run."""
-    planned = plan()
+    planned = plan(clear=True)
     cached = [stage.cached for stage in planned if stage.cached]
     if len(cached) < len(planned):
         return None

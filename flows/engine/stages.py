@@ -11,8 +11,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
 _RESOLVE = "resolve"
+_KIND = re.compile(r"^  ([\w-]+):", re.MULTILINE)  # name of a stage in dvc.yaml, before any @
 
 
 class StageChanged(EckartError):
@@ -96,8 +98,11 @@ class Planned:
     """The result if the stage and all upstream stages were up to date at the time of the plan."""
 
 
-def plan() -> list[Planned]:
+def plan(clear: bool = False) -> list[Planned]:
     """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
+
+    Args:
+        clear: whether to remove first what recipes and keeps left that were taken out of params.yaml.
 
     Stages are sorted by their depth in the graph of dependencies. So all rank searches, which may be long, come before
     the stages that depend on a search. All stages are checked in one pass: reading dvc.lock anew for each would take a
@@ -110,7 +115,8 @@ def plan() -> list[Planned]:
     with repository() as repo, bookkeeping(repo):
         graph = repo.index.graph
         _refuse_links(repo)
-        _remove_leftovers(repo)
+        if clear:
+            _remove_leftovers(repo)
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
             if not stage.cmd:
                 _note_input(stage)
@@ -130,32 +136,46 @@ def plan() -> list[Planned]:
 
 
 def _remove_leftovers(repo: Repo) -> None:
-    """Remove the outputs of stages that dvc.yaml no longer has, such as those of a recipe that was taken out.
+    """Remove what the stages of recipes and keeps left that were taken out of params.yaml.
 
     Stages that read whole folders, such as the benchmark, would record them as inputs, which no clone has. Only files
     that are as dvc.lock records them, and in the cache, are removed: they come back with their stage.
     """
-    stages = [stage for stage in repo.index.stages if stage.cmd]
-    written = {str(out) for stage in stages for out in stage.outs}
-    others = lock_file.outputs_of_others({stage.name for stage in stages})
-    there = {path: digest for path, digest in others.items() if path not in written and Path(path).exists()}
+    names = {stage.name for stage in repo.index.stages if stage.cmd}
+    written = [Path(os.path.relpath(out.fs_path)) for out in repo.index.outs]
+    kinds = {*_KIND.findall(Path("dvc.yaml").read_text("utf-8"))}  # a dvc.yaml that was cut off lacks some
+
+    def is_gone(name: str) -> bool:
+        kind, matrix, _ = name.partition("@")
+        return bool(matrix) and kind in kinds and name not in names
+
+    others = lock_file.outputs_of(is_gone)
+    there = {path: digest for path, digest in others.items() if Path(path).exists() and not _is_of(Path(path), written)}
     cache = Path(repo.cache.local_cache_dir)
     gone = [
         path
         for path, digest in there.items()
         if not cached_objects.missing(cache, digest)
+        and not cached_objects.corrupted(cache, digest)
         and cached_objects.digest_of(cached_objects.measured(Path(path))) == digest
     ]
     if not gone:
         return
     with suppress(LockError), locks.if_free(repo, [str(Path(path).absolute()) for path in gone]):
-        for path in gone:
-            cached_objects.remove(Path(path))
+        for path in map(Path, gone):
+            partial_path = path.with_name(f"{path.name}.partial")  # which no stage reads, should a kill leave it
+            path.rename(partial_path)
+            cached_objects.remove(partial_path)
         log.warning(
-            "removed what stages that the study no longer has left here, such as %s; it is in the cache, and comes "
-            "back with them",
+            "removed what recipes or keeps that the study no longer has left here, such as %s; it is in the cache, and "
+            "comes back with them",
             gone[0],
         )
+
+
+def _is_of(path: Path, outputs: Iterable[Path]) -> bool:
+    """Whether a path is one of the outputs, lies in one, or contains one."""
+    return any(path.is_relative_to(out) or out.is_relative_to(path) for out in outputs)
 
 
 def resolve_parameters() -> None:

@@ -169,7 +169,7 @@ class Registry:
         noted = last_champion.last(self.name)
         if noted and noted.registry == _place() and not (database.all_is_local() and database.damaged()):
             raise RegistryLost(
-                f"{_place()} no longer has the model {self.name}, of which version {noted.version} was the champion: "
+                f"{_place()} no longer has version {noted.version} of {self.name}, the champion, nor any before it: "
                 "restore a copy of that database, or begin anew with `eckart promote --first`"
             )
         if had := self._last_known_champion():

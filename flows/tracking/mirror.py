@@ -280,10 +280,10 @@ class Mirror:
             return str(run.outputs.model_outputs[0].model_id)
         key = key_of(outcomes)
         model = candidate_models.find(self.client, self.experiment, key)
-        if not model:
+        if not model or model.source_run_id != run.info.run_id:  # or it is of a run that was deleted
             tags = {"eckart.study": self.study, "eckart.candidate": candidate, candidate_models.KEY: key}
             model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
-        if model.status != LoggedModelStatus.READY or model.source_run_id != run.info.run_id:  # whose run was deleted
+        if model.status != LoggedModelStatus.READY:
             candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _points(_numbers(outcomes)))
         return str(model.model_id)
 

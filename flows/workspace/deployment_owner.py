@@ -7,6 +7,7 @@ fails if another folder has a deployment of this name.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
-from urllib.parse import quote
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
@@ -84,12 +84,12 @@ def held(name: str) -> Iterator[None]:
     Raises:
         EckartError: another process of this folder serves it. When one of the two ended, Prefect would pause it.
     """
-    file = Path(".eckart") / f"serve-{quote(name, safe='')}.lock"
+    file = Path(".eckart") / f"serve-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
     file.parent.mkdir(exist_ok=True)
     with file.open("a+") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: its runs do not inherit it
-        except OSError:
+        except (BlockingIOError, PermissionError):
             lock.seek(0)
             raise EckartError(
                 f"process {lock.read()} serves study/{name} of this folder already: end it first, or choose another "

@@ -67,7 +67,7 @@ def has_mappings(labels: pd.Series) -> bool:
 def has_structures(labels: pd.Series) -> bool:
     """Whether any cell is a mapping, or a list of mappings or of lists, such as spans."""
     cells = (cell for cell in labels if pd.api.types.is_list_like(cell) and not isinstance(cell, Mapping))
-    return has_mappings(labels) or any(pd.api.types.is_list_like(next(iter(cell), None)) for cell in cells)
+    return has_mappings(labels) or any(pd.api.types.is_list_like(part) for cell in cells for part in cell)
 
 
 def few_values(labels: pd.Series) -> bool:

@@ -22,6 +22,7 @@ from tasks.artifacts.input_folders import RAW
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.hub_data import load_from_hub
+from tasks.data.label_encoding import is_numeric
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
@@ -190,11 +191,12 @@ def _read_csv(file: Path) -> pd.DataFrame:
     options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[_suffix(file)]}
     with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
         rows = pd.read_csv(file, index_col=False, **options)
-        if not (whole := [name for name in rows if pd.api.types.is_integer_dtype(rows[name])]):
+        if not (numeric := [name for name in rows if is_numeric(rows[name])]):
             return rows
-        cells = pd.read_csv(file, index_col=False, **{**options, "usecols": whole, "dtype": str})
-    codes = [name for name in whole if cells[name].str.contains(r"^0\d", na=False).any()]
-    return rows.assign(**cells[codes])
+        cells = pd.read_csv(file, index_col=False, **{**options, "usecols": numeric, "dtype": str})
+    codes = [name for name in numeric if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
+    rows[codes] = cells[codes]
+    return rows
 
 
 def _check_quotes(file: Path) -> None:

@@ -30,4 +30,4 @@ def contents(rows: pd.DataFrame) -> pd.Series:
 def _word() -> re.Pattern[str]:
     r"""Return the pattern of a word: letters, digits and combining marks, such as vowel signs, which \w leaves out."""
     marks = (chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith("M"))
-    return re.compile(rf"[\w{''.join(marks)}]+")
+    return re.compile(rf"\w[\w{''.join(marks)}]*")

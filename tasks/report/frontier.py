@@ -154,6 +154,7 @@ class _Picture:
                 break
         else:  # no place is free
             mark.x = there
+            box = mark.x - reach, mark.y - reach, mark.x + reach, mark.y + reach
         self.taken.append(box)
         if bar := self._bar(mark):
             top, bottom = sorted(map(self.scale, bar))

@@ -332,10 +332,12 @@ def predictions_read(results: Results) -> list[str]:
             others |= {} if math.isnan(rank) else {recipe: rank}
             continue
         ratios = [after / before for before, after in zip(predicted, measured, strict=True)]
-        above = sum(ratio > 1 for ratio in ratios)
+        above, middle = sum(ratio > 1 for ratio in ratios), median(ratios)
+        times = f"{middle:,.1f}" if middle >= 1 else f"{middle:.2g}"
         sentences.append(
-            f"{recipe}: the measured loss is {median(ratios):.2g} times the predicted one at the median, and larger at "
-            f"{above} of {len(ratios)} points." + ("" if math.isnan(rank) else f" The rank correlation is {rank:.2f}.")
+            f"{recipe}: the measured loss is {times} times the predicted one at the median, and larger "
+            f"at {above} of {len(ratios)} points."
+            + ("" if math.isnan(rank) else f" The rank correlation is {rank:.2f}.")
         )
     if others:
         named = ", ".join(f"{recipe} {rank:.2f}" for recipe, rank in others.items())

@@ -165,7 +165,7 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
             **{f"{TEXTS}{name}": model.texts[name] for name in dense.texts},
             **{f"factorized.{TEXTS}{name}": model.factorized_texts.get(name) for name in dense.texts},
             **{f"dense.{TEXTS}{name}": value for name, value in dense.texts.items()},
-            **{f"{ZERO_SHOT}{name}": model.zero_shot[name] for name in dense.zero_shot},
+            **{f"{ZERO_SHOT}{name}": model.zero_shot.get(name) for name in dense.zero_shot},
             **{f"dense.{ZERO_SHOT}{name}": value for name, value in dense.zero_shot.items()},
         }
 
@@ -259,7 +259,7 @@ def zero_shot(results: Results) -> list[Row]:
     """Return the rows of the table of zero-shot metrics, one for each model."""
     models = [*references(results), *map(entry, results.candidates)]
     heads = models[0].zero_shot
-    return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
+    return [Row(model.name, {head: cell(model.zero_shot.get(head), score) for head in heads}) for model in models]
 
 
 def legend(results: Results, mark: str) -> list[str]:

@@ -92,7 +92,7 @@ def _plot(plot: Plot) -> Canvas:
 
 
 def _finite(line: Line) -> Line:
-    """Return a line without values that are too large to draw, such as the perplexity of a collapsed model."""
+    """Return a line whose values can be drawn: a larger one, the perplexity of a collapsed model, becomes the limit."""
     parts = {"y": line.y, "low": line.low, "high": line.high}
     return line.model_copy(
         update={name: part and tuple(min(y, _LARGEST) for y in part) for name, part in parts.items()}
@@ -138,7 +138,7 @@ def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: T
 
 def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
     for label, height in levels.items():
-        axes.axhline(height, **_level(label))
+        axes.axhline(min(height, _LARGEST), **_level(label))
 
 
 def _level(label: str) -> dict[str, Any]:

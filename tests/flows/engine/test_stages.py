@@ -47,7 +47,7 @@ def execute(root: Path):
 
 def run_all(root: Path) -> dict[str, str]:
     """Every stage in turn: name → status."""
-    return {stage.name: engine.run(stage, execute(root)).status for stage in engine.plan()}
+    return {stage.name: engine.run(stage, execute(root)).status for stage in engine.plan(clear=True)}
 
 
 def planned(name: str, **changes: bool) -> engine.Planned:
@@ -159,7 +159,10 @@ def test_what_a_stage_that_is_gone_left_is_no_input_of_the_others(workspace: Pat
     assert (workspace / "total.txt").read_text() == both
 
 
-@pytest.mark.parametrize("kept", ["edited", "not in the cache", "being read"])
+@pytest.mark.parametrize(
+    "kept",
+    ["edited", "not in the cache", "corrupt in the cache", "being read", "of a file that was cut off", "looked at"],
+)
 def test_what_a_stage_that_is_gone_left_stays_where_it_would_be_lost(workspace: Path, kept: str) -> None:
     run_all(workspace)
     left = workspace / "out/b"
@@ -169,14 +172,30 @@ def test_what_a_stage_that_is_gone_left_stays_where_it_would_be_lost(workspace: 
         left.write_text("mine\n")
     elif kept == "not in the cache":
         cached_objects.object_path(workspace / ".dvc/cache", digest).unlink()
+    elif kept == "corrupt in the cache":
+        spoil(cached_objects.object_path(workspace / ".dvc/cache", digest))
+    if kept == "of a file that was cut off":
+        (workspace / "dvc.yaml").write_text(PIPELINE.partition("  work:")[0])
     (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[a]"))
     reader = forked.start(read_out, workspace) if kept == "being read" else None
     until(lambda: not reader or (workspace / "reads").exists())
-    engine.plan()
+    engine.plan(clear=kept != "looked at")
     assert left.exists()
     if reader:
         reader.kill()
         reader.join()
+
+
+def test_what_holds_an_output_of_another_stage_stays(workspace: Path) -> None:
+    """As after an update, whose stages write files of a folder that one stage wrote as a whole."""
+    whole = PIPELINE.replace('outs: ["out/${item.item}"]', "outs: [out]")
+    (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[a]"))
+    (workspace / "dvc.yaml").write_text(whole)
+    run_all(workspace)
+    (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[b]"))
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    engine.plan(clear=True)
+    assert (workspace / "out/a").exists()
 
 
 def read_out(root: Path) -> None:

@@ -328,9 +328,14 @@ def test_a_word_that_pandas_takes_for_a_missing_cell_is_a_class(word: str) -> No
 
 def test_codes_with_zeros_before_them_are_no_numbers() -> None:
     """As numbers, 01 and 1 would be one class, under another name than in the file."""
-    reviews().assign(label=["01", "1", "10"] * 20).to_csv("data/raw/rows.csv", index=False)
+    frame = reviews().assign(label=["01", "1", "10"] * 20)
+    frame["self"] = ["007", None] * 30  # a name of pandas's own arguments, and cells that make numbers decimal
+    frame.to_csv("data/raw/rows.csv", index=False)
     extracted("data/raw/rows.csv")
     assert load_task().labels == ("01", "1", "10")
+    rows = read_file(Path("data/raw/rows.csv"))
+    assert isinstance(rows, pd.DataFrame)
+    assert rows["self"].dropna().unique().tolist() == ["007"]
 
 
 @pytest.mark.parametrize("words", [("1", "2"), ("0.5", "1.5"), ("False", "True")])

@@ -86,7 +86,7 @@ def test_a_leak_is_found_whatever_its_label_case_and_punctuation(name: str) -> N
 
 
 def test_vowel_signs_and_tone_marks_are_part_of_a_word() -> None:
-    texts = ["काम", "कीमा", "कोमा", "ไม่", "ไม้", "cafe", "cafe\u0301"]
+    texts = ["काम", "कीमा", "कोमा", "ไม่", "ไม้", "cafe", "cafe\u0301", "❤️", "☀️"]
     assert contents(pd.DataFrame({"text": texts})).nunique() == len(texts)
 
 

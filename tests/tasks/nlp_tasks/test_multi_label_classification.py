@@ -70,7 +70,7 @@ def test_no_label_is_refused() -> None:
 @pytest.mark.usefixtures("workspace")
 def test_cells_that_are_lists_of_lists_are_named() -> None:
     """Such as spans; asked without a task, they are no sets of labels."""
-    spans = [{**row, "label": [[0, 5], [6, 9]]} for row in labeled()]
+    spans = [{**row, "label": [None, [6, 9]]} for row in labeled()]
     assert "lists of lists" in refusal(write_jsonl(spans), **DATA)
     frame = pd.DataFrame(spans)
     assert not task_class("multi_label_classification").looks_like(frame["text"], frame["label"])
