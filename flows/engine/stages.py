@@ -163,9 +163,10 @@ def _remove_leftovers(repo: Repo) -> None:
         return
     with suppress(LockError), locks.if_free(repo, [str(Path(path).absolute()) for path in gone]):
         for path in map(Path, gone):
-            partial_path = path.with_name(f"{path.name}.partial")  # which no stage reads, should a kill leave it
-            path.rename(partial_path)
-            cached_objects.remove(partial_path)
+            aside = path.with_name(f"{path.name}.partial")  # which no stage reads, should a kill leave it
+            cached_objects.remove(aside)
+            path.rename(aside)
+            cached_objects.remove(aside)
         log.warning(
             "removed what recipes or keeps that the study no longer has left here, such as %s; it is in the cache, and "
             "comes back with them",

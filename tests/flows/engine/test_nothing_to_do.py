@@ -40,7 +40,7 @@ def runs(root: Path) -> dict[str, Run]:
 
 
 def test_an_unknown_candidate_is_backfilled_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "plan", lambda: [planned(name, cached=True) for name in NAMES])
+    monkeypatch.setattr(engine, "plan", lambda clear: [planned(name, cached=True) for name in NAMES])
     outcomes = nothing_to_do.outcomes()
     assert outcomes
     assert [outcome.stage for outcome in outcomes] == list(NAMES)
@@ -58,6 +58,6 @@ def test_an_unknown_candidate_is_backfilled_once(root: Path, monkeypatch: pytest
 
 
 def test_whatever_is_to_be_run_is_left_to_prefect(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "plan", lambda: [planned(name, cached=name != "compare") for name in NAMES])
+    monkeypatch.setattr(engine, "plan", lambda clear: [planned(name, cached=name != "compare") for name in NAMES])
     assert nothing_to_do.outcomes() is None
     assert not (root / "mlflow.db").exists()

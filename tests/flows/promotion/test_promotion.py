@@ -182,8 +182,8 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
         """Have something else happen behind a function of a module, once."""
         whole = getattr(module, name)
 
-        def both(*arguments: Any) -> Any:
-            result = whole(*arguments)
+        def both(*arguments: Any, **options: Any) -> Any:
+            result = whole(*arguments, **options)
             monkeypatch.setattr(module, name, whole)
             act()
             return result
