@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from flows.engine.lock_file import LOCK
+from flows.engine import cached_objects, lock_file
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.names import candidate_name
@@ -41,10 +39,10 @@ _SIZES = ("target_parameters", "model_parameters", "macs_per_token", "bytes")
 def note() -> str | None:
     """Return a sentence if the results are not those that dvc.lock records, as after `git checkout`."""
     file = REPORTS["table"]
-    found = re.search(rf"- path: {file}\n(?:      .*\n)*?      md5: (\w+)", LOCK.read_text() if LOCK.exists() else "")
-    if not found or not file.is_file() or hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() == found[1]:
+    recorded = lock_file.outputs_of("compare".__eq__).get(str(file))
+    if not recorded or not file.is_file() or cached_objects.measured(file) == {"": recorded}:
         return None
-    return f"These are not the results that {LOCK} records: `eckart run` brings those here."
+    return f"These are not the results that {lock_file.LOCK} records: `eckart run` brings those here."
 
 
 def require(file: Path) -> Path:

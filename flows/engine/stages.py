@@ -114,6 +114,7 @@ def plan(clear: bool = False) -> list[Planned]:
     kinds: dict[str, str] = {}  # stage → digest of its computation and of those that it depends on
     with repository() as repo, bookkeeping(repo):
         graph = repo.index.graph
+        _refuse_missing(repo)
         _refuse_links(repo)
         if clear:
             _remove_leftovers(repo)
@@ -209,6 +210,19 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
     )
 
 
+def _refuse_missing(repo: Repo) -> None:
+    """Raise WorkspaceUnusable if a folder of the user is missing that a stage reads and DVC does not track."""
+    read = {dep.fs_path for stage in repo.index.stages for dep in stage.deps}
+    made = {out.fs_path for out in repo.index.outs}  # of tracked ones, `_note_input` says that they are missing
+    places = {path: str(Path(repo.root_dir) / path) for path in (RAW, BASE)}
+    needed = [path for path, place in places.items() if place in read and place not in made]
+    if missing := [str(path) for path in needed if not path.exists()]:
+        raise WorkspaceUnusable(
+            f"{' and '.join(missing)} is missing: put your data or your base model there, or make an empty folder if "
+            "params.yaml names none"
+        )
+
+
 def _refuse_links(repo: Repo) -> None:
     """Raise WorkspaceUnusable if DVC would not record what is behind a link.
 
@@ -221,12 +235,6 @@ def _refuse_links(repo: Repo) -> None:
     outs = [Path(out.fs_path) for stage in stages for out in stage.outs]
     read = {path for path in deps if path.is_relative_to(root)}
     given = read - {path for out in outs for path in (out, *out.parents)}  # of the others, the message is below
-    tracked = {Path(out.fs_path) for out in repo.index.outs}  # of which `_note_input` says that they are missing
-    if missing := [str(path) for path in (RAW, BASE) if {root / path} <= given - tracked and not path.exists()]:
-        raise WorkspaceUnusable(
-            f"{' and '.join(missing)} is missing: put your data or your base model there, or make an empty folder if "
-            "params.yaml names none"
-        )
     inside = chain(given, chain.from_iterable(path.rglob("*") for path in read))
     if linked := sorted(path for path in inside if path.is_symlink() and path.is_dir()):
         name, target = shlex.quote(str(linked[0].relative_to(root))), shlex.quote(str(linked[0].resolve()))
@@ -275,9 +283,8 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 lock_file.write(stage)  # before the cache, whose disk may be full: the next run stores these outputs
                 _store(stage)
             if status == "Executed":
-                outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = executed.seconds if isinstance(executed, Outcome) else executed
-                stage_results.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
+                stage_results.keep(_cache(stage), _computation(stage, definition), Computed(seconds, _results(stage)))
             here = _outcome(stage, status, definition)
     if not isinstance(executed, Outcome):
         return here
@@ -514,10 +521,10 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     deps, outs = lock_file.digests(entry, "deps"), lock_file.digests(entry, "outs")
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    computed = stage_results.load(_cache(stage), _computation(stage, definition))
+    cache, computation = _cache(stage), _computation(stage, definition)
+    computed = stage_results.load(cache, computation)
     if not computed:  # `dvc repro` computed it
-        results = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
-        stage_results.keep(_cache(stage), _computation(stage, definition), Computed(None, results))
+        stage_results.keep(cache, computation, Computed(None, _results(stage)))
     return Outcome(stage.name, status, computed.seconds if computed else None, key, deps, params, outs)
 
 
@@ -528,6 +535,11 @@ def _computation(stage: PipelineStage, definition: str) -> str:
     """
     read = [str(dep.hash_info.value) for dep in _files(stage)]
     return _digest(json.dumps([_without_recipe_name(stage.name, definition), read]))
+
+
+def _results(stage: PipelineStage) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """Return digest and metadata of each output, as `Computed.outs` has them."""
+    return [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
 
 
 def _cache(stage: PipelineStage) -> Path:

@@ -9,7 +9,7 @@ from tasks.artifacts.errors import StageError
 from tasks.nlp_tasks.nlp_task import Tokenizer
 
 
-def check_length(tokenizer: Tokenizer, max_length: int, texts: int = 1) -> None:
+def check_room(tokenizer: Tokenizer, max_length: int, texts: int = 1) -> None:
     """Check that the special tokens leave room for text. Else the tokenizer cuts all text, or nothing.
 
     Args:
@@ -37,7 +37,7 @@ def encode_texts(tokenizer: Tokenizer, *texts: Sequence[str], max_length: int) -
     Raises:
         StageError: `max_length` leaves no room for text.
     """
-    check_length(tokenizer, max_length, len(texts))
+    check_room(tokenizer, max_length, len(texts))
     inputs = dict(tokenizer(*texts, truncation=True, max_length=max_length))
     only = {"input_ids": tokenizer.pad_token_id, "attention_mask": 1}
     for row in [row for row, ids in enumerate(inputs["input_ids"]) if not ids]:

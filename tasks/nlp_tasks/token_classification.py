@@ -25,7 +25,7 @@ from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
 from tasks.data.label_encoding import class_ids, names_in_source
-from tasks.nlp_tasks._encoding import check_length
+from tasks.nlp_tasks._encoding import check_room
 from tasks.nlp_tasks._prediction import Collate, Columns, predict
 from tasks.nlp_tasks.nlp_task import STRINGS, Answers, NlpTask, Scored, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
@@ -119,7 +119,7 @@ class TokenClassification(NlpTask):
         marks the tokens to predict.
         """
         self.check_offsets(tokenizer)
-        check_length(tokenizer, self.spec.max_length)
+        check_room(tokenizer, self.spec.max_length)
         texts = [" ".join(words) for words in frame["text"]]
         columns = tokenizer(texts, truncation=True, max_length=self.spec.max_length, return_offsets_mapping=True)
         firsts = [
