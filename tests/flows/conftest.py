@@ -19,6 +19,7 @@ import pytest
 from click.testing import Result
 from mlflow import MlflowClient
 from prefect import __version__ as prefect_version
+from prefect import main as main  # sets up logging; inside of CliRunner, absl would then close the stream of pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
