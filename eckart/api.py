@@ -498,6 +498,7 @@ def _keeps(
     _check_number("largest_drop", largest_drop)
     if score is not None:
         return []
+    keep = keep.tolist() if isinstance(keep, Tensor) else keep
     several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes)) and getattr(keep, "ndim", 1) > 0
     keeps = list(cast("Iterable[float]", keep)) if several else [default if keep is None else cast("float", keep)]
     if not keeps:

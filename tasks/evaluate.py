@@ -55,8 +55,8 @@ def evaluate(recipe: str, keep: str) -> None:
         return load(folder, kind.auto, device_map=device_map)
 
     from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
-    # loads two models, so it comes before the others
-    alone = _losses_alone(name, targets, decision, scorer) if from_teacher else {}
+    # loads two models, so it comes before the others; not with a device map, which may place their layers differently
+    alone = _losses_alone(name, targets, decision, scorer) if from_teacher and device_map is None else {}
     shaped = None
     if decision.as_shaped:
         shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score

@@ -38,7 +38,7 @@ from eckart.calibration.losses import (
     sum_of_means,
     token_loss,
 )
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, without_cache
 from eckart.model.probing import masks_of, shortened
 
 _SPAN_LABELS, _SPAN_LOGITS = LABELS - {"labels"}, {"start_logits", "end_logits"}
@@ -57,6 +57,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
     """
     _check_labels(data)
     with eval_mode(model), _differentiable(model):
+        without_cache(model)  # into which RWKV writes in place
         examples = _uneven_examples(model, data)
         short = _short(model, examples[0])
         name = type(model).__name__

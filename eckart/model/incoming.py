@@ -22,8 +22,13 @@ def check_base(model: PreTrainedModel) -> None:
     """Check, without running `model`, that it can be compressed and saved afterwards.
 
     Raises:
-        ValueError: the model is quantized or has adapters; the message says what to do.
+        ValueError: the model is quantized, has adapters, or changes its own weights; the message says what to do.
     """
+    if getattr(model.config, "rescale_every", 0):
+        raise ValueError(
+            "an RWKV model divides weights in place when it runs: set rescale_every in its config to 0, which is only "
+            "for float16"
+        )
     if not _is_unpacked_gguf(model):
         check_unquantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):

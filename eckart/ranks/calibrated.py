@@ -95,7 +95,7 @@ class Calibrated(Filling):
         if not held_out:
             raise ValueError(
                 f"ranks calibrated measure targets on {self.examples} calibration examples, which leaves none to "
-                "choose by: give more examples (data.sizes.calibration), or lower ranks.examples"
+                "choose by: give more examples (in params.yaml: data.sizes.calibration), or lower ranks.examples"
             )
         spectra = problem.spectra()
         with frozen(problem.model):

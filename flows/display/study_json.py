@@ -38,9 +38,9 @@ _SIZES = ("target_parameters", "model_parameters", "macs_per_token", "bytes")
 
 def note() -> str | None:
     """Return a sentence if the results are not those that dvc.lock records, as after `git checkout`."""
-    file = REPORTS["table"]
-    recorded = lock_file.outputs_of("compare".__eq__).get(str(file))
-    if not recorded or not file.is_file() or cached_objects.measured(file) == {"": recorded}:
+    recorded = lock_file.outputs_of("compare".__eq__)
+    files = {file: recorded.get(str(file)) for file in (CHOICE, RUNTIMES, *REPORTS.values()) if file.is_file()}
+    if all(digest in (None, cached_objects.digest_of(cached_objects.measured(file))) for file, digest in files.items()):
         return None
     return f"These are not the results that {lock_file.LOCK} records: `eckart run` brings those here."
 

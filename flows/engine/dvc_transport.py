@@ -18,14 +18,14 @@ import networkx
 from dvc.config import Config, merge
 from dvc.config_schema import RelPath
 from dvc.dvcfile import load_file
-from dvc.exceptions import CollectCacheError
+from dvc.exceptions import CollectCacheError, DownloadError
 from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
-from dvc_data.hashfile.db import HashFileDB
+from dvc_data.hashfile.db import HashFileDB, get_index
 from dvc_data.hashfile.hash_info import HashInfo
 
 from flows.engine import cached_objects, lock_file
@@ -112,8 +112,8 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
-            for objects in stages[name].get_used_objs(push=True).values():
-                if repo.cloud.push(objects).failed:
+            for odb, objects in stages[name].get_used_objs(push=True).items():
+                if _push_all(repo, objects, odb):
                     raise TransportFailed("the DVC remote did not accept all files")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 
@@ -160,12 +160,9 @@ def push() -> set[str]:
     with _transport("pushing") as repo:
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
         # Before the push, since this call removes corrupt objects.
-        used = list(repo.stage_cache.get_used_objs(runs).values())
+        of_runs = set[HashInfo]().union(*repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
-        lacking: set[str] = set()
-        for objects in used:
-            repo.cloud.push(objects)
-            lacking |= _lacking(repo, objects)
+        lacking = _push_all(repo, of_runs)
         if absent := [str(out) for out in repo.index.outs if _is_absent(repo, out)]:
             raise TransportFailed(
                 f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
@@ -179,13 +176,24 @@ def _is_absent(repo: Repo, out: Output) -> bool:
     if not (out.use_cache and out.can_push and out.hash_info) or out.stage.is_repo_import:
         return False
     used = out.get_used_objs(push=True, force=True)  # force: without a question about what is missing
-    return not used or any(_lacking(repo, objects, odb) for odb, objects in used.items())
+    return not used or any(_push_all(repo, objects, odb) for odb, objects in used.items())
 
 
-def _lacking(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None) -> set[str]:
-    """Return the digests of those objects that a remote, the default one unless `odb` is another, lacks."""
-    state = repo.cloud.status(objects, odb=odb)
-    return {str(info.value) for info in (*state.missing, *state.new)}
+def _push_all(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None) -> set[str]:
+    """Push these outputs to a remote, the default one unless `odb` is another, and return the digests that it lacks.
+
+    The remote is asked about each file. DVC does not ask about files that its index of the remote names, nor about
+    those of a folder whose list the remote has.
+    """
+    get_index(odb or repo.cloud.get_remote_odb(None, "push")).clear()
+    cache = Path(repo.cache.local_cache_dir)
+    listed = (cached_objects.files(cache, str(info.value)) or {} for info in objects if info.isdir)
+    files = {HashInfo("md5", digest) for folder in listed for digest in folder.values()}
+    lacking: set[HashInfo] = set()
+    for part in (files | {info for info in objects if not info.isdir}, {info for info in objects if info.isdir}):
+        state = repo.cloud.status(part, odb=odb)
+        lacking |= {*state.missing, *repo.cloud.push(state.new, odb=odb).failed}
+    return {str(info.value) for info in lacking}
 
 
 @dataclass(frozen=True)
@@ -286,6 +294,8 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
     if not stage.changed():
         return True
     try:
+        if stage.is_import or any(out.remote for out in stage.outs):  # `_fetch` asks the default remote alone
+            repo.fetch([stage.addressing])
         if any(_is_edited(repo, out) for out in stage.outs):
             return True
         if stage.cmd and all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=_has_remote(repo)):
@@ -294,7 +304,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
             return False
         for out in stage.outs:
             _pull(repo, out)
-    except (CollectCacheError, TransportFailed):
+    except (CollectCacheError, DownloadError, TransportFailed):
         return False
     return True
 

@@ -69,7 +69,7 @@ def outputs_of(wanted: Callable[[str], bool]) -> dict[str, str]:
 
 
 def heal(repo: Repo) -> None:
-    """Rename dvc.lock and DVC's file of locks to *.damaged if a full disk or a kill left them half-written.
+    """Rename dvc.lock to dvc.lock.damaged if a full disk or a kill cut it off, and remove DVC's file of locks if so.
 
     The results that dvc.lock named are found again with the run cache.
 
@@ -77,12 +77,13 @@ def heal(repo: Repo) -> None:
         EckartError: a merge of git left both sides in dvc.lock.
     """
     refuse_conflict()
-    rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
-    for path, check in {LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}.items():
-        if _fails(path, check):
-            aside = path.with_name(f"{path.name}.damaged")
-            path.replace(aside)
-            log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
+    rwlock = Path(repo.tmp_dir) / RWLOCK_FILE  # who reads and writes what, now
+    if _fails(rwlock, lambda text: RWLOCK_SCHEMA(json.loads(text))):
+        rwlock.unlink()
+    if _fails(LOCK, _check):
+        aside = LOCK.with_name(f"{LOCK.name}.damaged")
+        LOCK.replace(aside)
+        log.warning("%s was cut off; it is now %s, and results are taken from the cache", LOCK, aside)
 
 
 def refuse_conflict() -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -547,7 +548,11 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write the present digest of a user's file or folder into its .dvc file, as `dvc repro` does."""
+    """Write the present digest of a user's file or folder into its .dvc file, as `dvc repro` does.
+
+    Raises:
+        WorkspaceUnusable: it is missing, or nobody edited it and git changed the .dvc file, as `git pull` does.
+    """
     if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:
@@ -555,9 +560,26 @@ def _note_input(stage: Stage) -> None:
     with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
             stage.save()
+            if _is_of_another_commit(stage):
+                raise WorkspaceUnusable(
+                    f"{stage.outs[0]} is not the version that {stage.relpath} names, but that of another commit: bring "
+                    f"the one that it names, `eckart pull`, or keep this one, `dvc add {stage.outs[0]}`"
+                )
             _store(stage)
             stage.dump()
             log.warning("%s has changed, and %s was updated: commit that file", stage.outs[0], stage.relpath)
+
+
+def _is_of_another_commit(stage: Stage) -> bool:
+    """Whether a .dvc file is as in the last commit, and another commit of git names what is in the workspace."""
+    unedited = _git("diff", "--quiet", "HEAD", "--", stage.relpath).returncode == 0
+    digests = [str(out.hash_info.value) for out in stage.outs]
+    log = ("log", "--all", "--max-count=1", "--format=%h")
+    return unedited and any(_git(*log, f"-S{digest}", "--", stage.relpath).stdout for digest in digests)
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
 
 
 def cache_dir() -> Path:

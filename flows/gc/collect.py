@@ -42,7 +42,11 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         CannotCollect: the objects to keep cannot be determined, or a stage runs.
     """
     stages.check_workspace()
-    worktrees.check_root()
+    if (root := worktrees.root_of(Path())) != Path.cwd():
+        raise CannotCollect(
+            f"this workspace is a folder of the git repository {root}, and gc needs one of its own: remove what no "
+            "commit names with `dvc gc --workspace --all-commits`"
+        )
     cache_dir = stages.cache_dir()
     if not cache_dir.resolve().is_relative_to(Path.cwd()):
         raise CannotCollect(

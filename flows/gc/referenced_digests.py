@@ -31,16 +31,17 @@ def in_workspace(folder: Path) -> set[str]:
 
 
 def in_history(commits: int | None) -> set[str]:
-    """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags and worktrees.
+    """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags, worktrees and stashes.
 
     Args:
-        commits: how many of the latest commits that changed these files to search, besides all tags and the last commit
-            of each branch; None for all commits.
+        commits: how many of the latest commits that changed these files to search, besides all tags, all stashes and
+            the last commit of each branch; None for all commits.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")
     tips = worktrees.git(Path(), "rev-list", "--no-walk", "--all")
-    blobs = set().union(*(_blobs(commit) for commit in {*changed.split(), *tips.split()}))
+    stashes = worktrees.git(Path(), "stash", "list", "--format=%H %P")  # no reference names those before the last
+    blobs = set().union(*(_blobs(commit) for commit in {*changed.split(), *tips.split(), *stashes.split()}))
     return set().union(*(in_text(worktrees.git(Path(), "cat-file", "blob", blob)) for blob in blobs))
 
 

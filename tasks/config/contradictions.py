@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.metrics import METRICS
@@ -202,6 +203,8 @@ def _mistakes_of_other_sections(task: TaskName, typed: Mapping[str, Any]) -> Ite
         for key, given, none in (("zero_shot", evaluate.zero_shot, "[]"), ("texts", evaluate.texts, "{}")):
             if given:
                 yield f"evaluate.{key}: is only for language models, and data.task is {task}; write {none}"
+    if evaluate and evaluate.zero_shot and not find_spec("lm_eval"):
+        yield "evaluate.zero_shot: needs lm-eval; `pip install 'eckart[lm-eval]'`, or write []"
     if not kind.numeric_labels and check and check.label_range:
         yield f"check.label_range: is only for labels that are numbers, and data.task is {task}; write null"
     if importance and importance.labels not in kind.calibration_labels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from tasks.artifacts.task_spec import Split
 if TYPE_CHECKING:
     from tasks.config.schema import Data
 
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 _FEW = 20  # labels that are whole numbers with more distinct values than this are measurements, not classes
 
 
@@ -89,8 +91,8 @@ def _classes(labels: pd.Series, params: Data) -> list[Any]:
         return [name for name in labels.cat.categories if name in present]
     try:
         distinct = labels.unique().tolist()
-        numbers = all(isinstance(label, str) and label.isdecimal() for label in distinct)
-        return sorted(distinct, key=(lambda label: (int(label), label)) if numbers else None)
+        numbers = all(isinstance(label, str) and _NUMBER.fullmatch(label) for label in distinct)
+        return sorted(distinct, key=(lambda label: (float(label), label)) if numbers else None)
     except TypeError as error:  # the labels cannot be hashed or compared
         raise StageError(
             f"column {params.columns.label} has lists or a mix of types: classes must be all strings or all numbers"

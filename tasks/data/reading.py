@@ -60,7 +60,7 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
-    """Turn numbers in the column label into text if the labels of another split are text, and 1.0 into 1 elsewhere.
+    """Turn numbers and booleans in the column label into text if another split has text, and 1.0 into 1 elsewhere.
 
     A CSV file has no types: 1 is a number only in a file whose other labels are numbers, and 1.0 only in one that a
     program wrote so.
@@ -68,9 +68,12 @@ def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
     for rows in parts.values():
         if pd.api.types.is_float_dtype(rows["label"]) and _are_whole(rows["label"]):
             rows["label"] = rows["label"].astype("int64")
-    if any(pd.api.types.is_string_dtype(rows["label"]) for rows in parts.values()):
+    if texts := [rows["label"] for rows in parts.values() if pd.api.types.is_string_dtype(rows["label"])]:
+        spelled = {str(label).casefold(): str(label) for labels in texts for label in labels.unique()}
         for rows in parts.values():
-            if pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
+            if pd.api.types.is_bool_dtype(rows["label"]):
+                rows["label"] = [spelled.get(str(label).casefold(), str(label)) for label in rows["label"]]
+            elif pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
                 rows["label"] = rows["label"].convert_dtypes().astype("string")
 
 
@@ -115,7 +118,9 @@ def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.Dat
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
     if not path.exists():
         raise StageError(f"{path} does not exist: correct data.source")
-    return {name: partial(read_file, file) for name, file in files_of_splits(path, params.splits.train).items()}
+    classes = params.columns.label if params.task == "classification" else None
+    files = files_of_splits(path, params.splits.train)
+    return {name: partial(read_file, file, classes) for name, file in files.items()}
 
 
 def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
@@ -153,14 +158,17 @@ def _suffix(file: Path) -> str:
     return file.suffix.lower()
 
 
-def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
+def read_file(file: Path, classes: str | None = None) -> datasets.Dataset | pd.DataFrame:
     """Load a file in the format that its suffix names.
+
+    Args:
+        classes: column with names of classes; None: there is none.
 
     Raises:
         StageError: the file is empty or does not have this format.
     """
     try:
-        rows = _read_csv(file) if _suffix(file) in _SEPARATED else _load(file)
+        rows = _read_csv(file, classes) if _suffix(file) in _SEPARATED else _load(file)
     except UnicodeDecodeError as error:
         raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
@@ -173,13 +181,14 @@ def read_file(file: Path) -> datasets.Dataset | pd.DataFrame:
     return rows
 
 
-def _read_csv(file: Path) -> pd.DataFrame:
+def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
 
     In a TSV file, quotes are characters like any other.
 
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
-    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text.
+    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text, and
+    so do classes unless all are whole numbers: 1.1 and 1.10 are two.
 
     Raises:
         ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
@@ -195,6 +204,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
             return rows
         cells = pd.read_csv(file, index_col=False, **{**options, "usecols": numeric, "dtype": str})
     codes = [name for name in numeric if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
+    if classes in numeric and not (rows[classes].dropna() % 1 == 0).all():
+        codes.append(classes)
     rows[codes] = cells[codes]
     return rows
 

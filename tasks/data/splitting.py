@@ -58,7 +58,7 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
     if task.running_text:
         parts = _carve(source, params, _passages)
         return {**parts, "calibration": parts["train"]}
-    parts = _carve(_without_leaks(source), params, lambda rows: _contents(rows, task.split_by))
+    parts = _carve(_without_leaks(source), params, lambda rows: _in_one_order(_contents(rows, task.split_by)))
     drawn = {name: _sample(part, name, "sample", params) for name, part in parts.items()}
     return {**drawn, "calibration": _sample(drawn["train"], "calibration", "calibration", params)}
 
@@ -85,13 +85,13 @@ def _carve(
 def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
     """Drop training examples that also occur in validation or test, and validation examples that also occur in test.
 
-    Labels are not compared.
+    Labels are not compared, and neither is the order of a pair's texts.
     """
     parts: dict[Split, pd.DataFrame] = {}
     seen: set[str] = set()
     for name in ("test", "validation", "train"):
         if name in source:
-            keys = [repr(content) for content in _contents(source[name])]
+            keys = [repr(sorted(content, key=repr)) for content in _contents(source[name])]
             repeated = np.array([key in seen for key in keys], bool)
             if repeated.any():
                 say(f"{name}: {repeated.sum()} examples left out, since they are also in validation or test")
@@ -104,6 +104,21 @@ def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")
     """Return for each row the tuple of its cells in `columns`, or the cell itself if `columns` has only one name."""
     cells = [rows[name] for name in columns if name in rows]
     return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
+
+
+def _in_one_order(contents: list[Any]) -> list[Any]:
+    """Swap the texts of some pairs, so that a pair that occurs in both orders has only one of them."""
+    pairs = {content for content in contents if _is_pair(content)}
+
+    def in_order(content: Any) -> Any:
+        other = content[::-1] if _is_pair(content) else None
+        return min(content, other, key=repr) if other in pairs else content
+
+    return [in_order(content) for content in contents]
+
+
+def _is_pair(content: Any) -> bool:
+    return isinstance(content, tuple) and len(content) == 2
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:

@@ -105,7 +105,7 @@ class Embedding(NlpTask):
     ) -> Scored:
         """Compare a model's embeddings with the original's and, if pairs of texts have scores, with these."""
         found = self._embeddings(model, tokenizer, frame, batch)
-        rows = _rows(frame, found)
+        rows = _rows(frame, found, self._distinct(tokenizer, frame))
         metrics: dict[MetricName, float] = {"recall_at_10": float(rows["recall_at_10"].mean())}
         if "label" in rows:
             metrics["spearman"] = correlation(spearmanr, rows["label"].to_numpy(), rows["value"].to_numpy())
@@ -116,6 +116,12 @@ class Embedding(NlpTask):
         data = self.columns(frame.drop(columns="original", errors="ignore"), tokenizer, "test")
         (found,) = predict(model, data, self.collate(tokenizer, model), batch, self._read)
         return found.reshape(*_texts(frame).shape, -1)
+
+    def _distinct(self, tokenizer: Tokenizer, frame: pd.DataFrame) -> np.ndarray:
+        """Return the token ids of each row's texts as bytes, `(rows, texts of a row)`."""
+        columns = self.columns(frame.drop(columns="original", errors="ignore"), tokenizer, "test")
+        ids = [np.asarray(row, np.int64).tobytes() for row in columns["input_ids"]]
+        return np.array(ids, object).reshape(_texts(frame).shape)
 
     def _read(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
         pooled = outputs.get("sentence_embedding")  # of an ONNX graph
@@ -137,7 +143,8 @@ class Embedding(NlpTask):
             words = TfidfVectorizer(**options).fit(_texts(train).ravel())
         except ValueError:  # no text has a word of two letters
             words = TfidfVectorizer(analyzer="char", **options).fit(_texts(train).ravel())
-        return _rows(frame, words.transform(texts.ravel()).toarray().reshape(*texts.shape, -1))
+        found = words.transform(texts.ravel()).toarray().reshape(*texts.shape, -1)
+        return _rows(frame, found, self._distinct(tokenizer, frame))
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
         return on_draws.spearman(rows) if self.spec.metric == "spearman" else mean_of(rows["recall_at_10"])
@@ -153,17 +160,19 @@ def _originals(frame: pd.DataFrame) -> np.ndarray:
     return np.stack(frame["original"].to_list()).reshape(*_texts(frame).shape, -1)
 
 
-def _rows(frame: pd.DataFrame, found: np.ndarray) -> pd.DataFrame:
+def _rows(frame: pd.DataFrame, found: np.ndarray, distinct: np.ndarray) -> pd.DataFrame:
     """Return the per-example results of embeddings `found` `(rows, texts of a row, width)`, each of length 1.
+
+    Args:
+        distinct: what tells texts apart `(rows, texts of a row)`.
 
     The recall of a text is the share of its ten nearest other texts, by the original's embeddings, that are among the
     ten nearest by those found; that of a pair is the mean over its texts. Each text counts once as a neighbor.
     """
-    texts = _texts(frame)
-    _, places, back = np.unique(texts.ravel(), return_index=True, return_inverse=True)
-    wanted, nearest = (_neighbors(each.reshape(texts.size, -1)[places]) for each in (_originals(frame), found))
-    recall = (wanted[:, :, None] == nearest[:, None, :]).any(-1).mean(1)
-    rows = pd.DataFrame({"recall_at_10": recall[back].reshape(texts.shape).mean(1)})
+    _, places, back = np.unique(distinct.ravel(), return_index=True, return_inverse=True)
+    wanted, nearest = (_neighbors(each.reshape(distinct.size, -1)[places]) for each in (_originals(frame), found))
+    recall = (wanted[:, :, None] == nearest[:, None, :]).any(-1).mean(1) if len(places) > 1 else np.ones(1)
+    rows = pd.DataFrame({"recall_at_10": recall[back].reshape(distinct.shape).mean(1)})
     if "label" in frame:
         rows = rows.assign(label=frame["label"].to_numpy(), value=(found[:, 0] * found[:, 1]).sum(-1))
     return rows

@@ -70,12 +70,14 @@ class Scorer:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
     ) -> tuple[Scores, Predictions]:
         """Return all scores of a model that may be promoted, and its per-example results."""
-        test, settings = self.score_on("test", model, tokenizer, name), self.settings
+        settings = self.settings
+        tasks = zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size)  # first, since it may lack data
+        test = self.score_on("test", model, tokenizer, name)
         validation = self.score_on("validation", model, tokenizer, name)
         scores = Scores(
             score=test.score,
             validation=validation.score,
-            zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
+            zero_shot=tasks,
             texts=self.on_texts(model, tokenizer, name),
             continuations=continuations(model, tokenizer, self.task, self.splits["test"], settings.continuation),
         )

@@ -23,7 +23,7 @@ def zero_shot(
         Task → metric → value.
 
     Raises:
-        StageError: the harness is not installed, knows no such task, cannot get its data, or has no number for it.
+        StageError: the harness is not installed, knows no such task, or lacks its data or a package for it.
     """
     if not tasks:
         return {}
@@ -45,7 +45,7 @@ def zero_shot(
             bootstrap_iters=0,
             log_samples=False,
         )
-    except (OSError, ValueError, RuntimeError, OverflowError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, RuntimeError) and "scripts" not in str(error):  # datasets refuses data that come with one
             raise
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error

@@ -151,10 +151,10 @@ def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["svd", "drone_tolerance", "anchored"])
 def test_several_keeps_give_what_single_calls_give(recipe: str) -> None:
     """Bit for bit, in the given order, from one set of calibration statistics."""
-    model, keeps, targets = tiny.bert(), (0.5, 0.8), "*.layer.0.attention.*"
+    model, keeps, targets = tiny.bert(), torch.tensor([0.5, 0.8], dtype=torch.float64), "*.layer.0.attention.*"
     together = eckart.compress(model, BATCHES, keeps, recipe, include=targets)
     assert isinstance(together, list)
-    for keep, (small, report) in zip(keeps, together, strict=True):
+    for keep, (small, report) in zip(keeps.tolist(), together, strict=True):
         alone, expected = eckart.compress(model, BATCHES, keep, recipe, include=targets)
         tiny.assert_same(alone, small, INPUTS)
         assert {**vars(report), "seconds": None} == {**vars(expected), "seconds": None}

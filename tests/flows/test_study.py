@@ -97,11 +97,12 @@ class TestAfterTheFirstRun:
         """As after `git checkout`, which brings another dvc.lock beside the same reports."""
         with chdir(workspace):
             assert not CliRunner().invoke(app, ["table"]).stderr
-            (digest,) = cached_objects.measured(Path("reports/comparison.csv")).values()
             lock = Path("dvc.lock").read_text()
-            assert digest in lock
-            Path("dvc.lock").write_text(lock.replace(digest, "0" * 32))
-            assert "not the results that dvc.lock records" in CliRunner().invoke(app, ["table"]).stderr
+            for name in ("comparison.csv", "comparison.txt", "choice.json"):
+                (digest,) = cached_objects.measured(Path("reports", name)).values()
+                assert digest in lock
+                Path("dvc.lock").write_text(lock.replace(digest, "0" * 32))
+                assert "not the results that dvc.lock records" in CliRunner().invoke(app, ["table"]).stderr
             Path("dvc.lock").write_text(lock)
 
     def test_dvc_compares_a_dozen_metrics(self, study: Study) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, GgufConfig, GPTQConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GgufConfig, GPTQConfig, PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
 import eckart
 from eckart.model.incoming import check_unquantized, forget_gguf
@@ -132,3 +132,18 @@ def test_a_model_that_is_partly_compressed_is_not_refused() -> None:
     small, report = eckart.compress(tiny.bert(), [batch], 0.5, "svd", include="*query")
     assert report.ranks
     assert eckart.compress(small, [batch], 0.5, "svd").report.ranks
+
+
+def test_a_model_that_divides_its_weights_when_it_runs_is_refused_unless_its_config_says_that_it_does_not() -> None:
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = RwkvConfig(vocab_size=64, context_length=64, rescale_every=1, **sizes)
+    refused(RwkvForCausalLM(config), "rescale_every")
+    config.rescale_every = 0
+    model = RwkvForCausalLM(config)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ids = torch.randint(5, 64, (6, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    small, report = eckart.compress(model, [batch], 0.6, "kfac")
+    assert report.targets
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert small(**batch).loss.isfinite()

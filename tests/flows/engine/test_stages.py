@@ -537,6 +537,7 @@ def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path) -> None
     for content in (b'{"read": {"/so', b"[]", b'{"read": []}', b"\xff"):
         (workspace / ".dvc/tmp/rwlock").write_bytes(content)
         assert set(run_all(workspace).values()) == {"Cached"}
+    assert not list((workspace / ".dvc/tmp").glob("*.damaged"))
 
 
 def test_the_lock_file_is_written_from_another_disk_too(workspace: Path) -> None:

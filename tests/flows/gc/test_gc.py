@@ -142,6 +142,26 @@ def test_commits_before_the_last_ones_go_if_no_tag_names_them(main: Path) -> Non
     assert lacking(third)
 
 
+def test_what_a_stash_names_stays(main: Path) -> None:
+    """Also an earlier one than the last, which no reference of git names."""
+    commit(main)
+    nights = []
+    for night in (1, 2):
+        nights.append(run(night))
+        call(main, "git", "add", "--all")
+        call(main, "git", "stash")
+    run(3)
+    collected()
+    for night in nights:
+        assert lacking(night) == []
+
+
+def test_a_workspace_within_another_repository_is_refused(main: Path) -> None:
+    (main / ".git").rename(main.parent / ".git")
+    with pytest.raises(CannotCollect, match="dvc gc"), collect.kinds(1, None):
+        pass
+
+
 def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> None:
     first = run(1)
     commit(main)

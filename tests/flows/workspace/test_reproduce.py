@@ -194,6 +194,48 @@ class TestClones:
         assert "finetune@a-0.5" in done.output
         assert run(other) == {"extract": "Cached", "finetune@a-0.5": "Executed", "finetune@b-0.5": "Cached"}
 
+    def test_push_asks_the_remote_about_each_file(self, main: Path, tmp_path: Path) -> None:
+        """DVC takes the files of a folder for present if the remote has the folder's list, or its index names them."""
+        dvc_transport.push()
+        digest = cached_objects.measured(main / MODEL)[""]
+        remote, here = (
+            cached_objects.object_path(root, digest) for root in (tmp_path / "eckart-storage", main / ".dvc/cache")
+        )
+        remote.unlink()
+        assert dvc_transport.push() == set()
+        assert remote.read_bytes() == here.read_bytes()
+        for path in (remote, here):
+            path.unlink()
+        with pytest.raises(dvc_transport.TransportFailed, match=str(Path(MODEL).parent)):
+            dvc_transport.push()
+
+    def test_pull_asks_the_remote_of_an_input(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(main, "dvc", "remote", "add", "-q", "large", str(tmp_path / "large"))
+        with (main / "data/raw.dvc").open("a") as file:
+            file.write("  remote: large\n")
+        commit(main)
+        dvc_transport.push()
+        other = clone(tmp_path / "other", monkeypatch)
+        assert dvc_transport.pull().lacking == []
+        assert (other / "data/raw/rows.csv").read_text() == "rows\n"
+
+    def test_pull_brings_what_was_imported_from_another_repository(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        registry = tmp_path / "elsewhere/registry"
+        shutil.copytree(main, registry, symlinks=True)
+        call(registry, "dvc", "push", "-q", "data/raw")  # to its own remote
+        call(main, "dvc", "remove", "-q", "data/raw.dvc")
+        shutil.rmtree(main / "data/raw")
+        call(main, "dvc", "import", "-q", str(registry), "data/raw", "-o", "data/raw")
+        commit(main)
+        dvc_transport.push()
+        other = clone(tmp_path / "other", monkeypatch)
+        assert dvc_transport.pull().lacking == []
+        assert (other / "data/raw/rows.csv").read_text() == "rows\n"
+
     def test_before_anyone_pushed_pull_says_what_is_missing(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -250,6 +292,26 @@ class TestInputs:
         call(other, "dvc", "repro", "-q")
         assert stale(main) == []
         assert (main / "data/raw.dvc").read_text() == (other / "data/raw.dvc").read_text()
+
+    def test_data_of_another_commit_are_not_taken_for_an_edit(self, main: Path) -> None:
+        """As after `git pull`, which brings the new .dvc file and leaves the old data."""
+        (main / "data/raw/rows.csv").write_text("newer\n")
+        call(main, "dvc", "add", "-q", "data/raw")
+        commit(main)
+        newer = (main / "data/raw.dvc").read_text()
+        call(main, "git", "checkout", "-q", "HEAD~")
+        for brought in ("rows\n", "newer\n"):
+            with pytest.raises(engine.WorkspaceUnusable, match="eckart pull"):
+                engine.plan()
+            assert stale(main) != []
+            dvc_transport.pull()
+            assert (main / "data/raw/rows.csv").read_text() == brought
+            engine.plan()
+            call(main, "git", "checkout", "-q", "-")
+        assert (main / "data/raw.dvc").read_text() != newer
+        call(main, "dvc", "add", "-q", "data/raw")
+        engine.plan()
+        assert (main / "data/raw.dvc").read_text() == newer
 
     def test_pull_brings_the_newer_input_and_spares_an_edited_one(self, main: Path) -> None:
         raw = main / "data/raw/rows.csv"

@@ -333,10 +333,13 @@ def test_labels_of_the_statistics_fit_the_task(labels: str, task: TaskName, othe
     assert "given" in advice(only(tiny(data=data_of(other), importance={"labels": labels}), "importance.labels"))
 
 
-def test_zero_shot_tasks_are_for_language_models() -> None:
+def test_zero_shot_tasks_are_for_language_models_and_need_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     params = tiny(evaluate={"zero_shot": ["piqa"]})
     only(params, "evaluate.zero_shot")
-    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+    language_models = merged(params, {"data": data_of("language_modeling")})
+    assert mistakes(language_models) == []
+    monkeypatch.setattr("tasks.config.contradictions.find_spec", lambda name: None)
+    assert {"pip", "install"} <= advice(only(language_models, "evaluate.zero_shot"))
 
 
 OTHER = {"source": "data/raw/other.txt"}

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tasks.artifacts.task_spec import SPLITS, load_task
+from tasks.artifacts.task_spec import SPLITS, Split, load_task
 from tasks.config.schema import Data
 from tasks.data.label_encoding import names_in_source
 from tasks.data.loading import encoded
@@ -178,6 +178,18 @@ def test_what_belongs_together_is_on_one_side(data: dict[str, str], text: str | 
     assert sum(map(len, sides)) == len(set.union(*sides)) == groups
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_pair_in_either_order_is_on_one_side(given: bool) -> None:
+    one = pd.DataFrame({"text": [f"{i}?" for i in range(40)], "text_pair": [f"{i}!" for i in range(40)]})
+    other = one.rename(columns={"text": "text_pair", "text_pair": "text"})[["text", "text_pair"]]
+    source: dict[Split, pd.DataFrame] = {"train": pd.concat([one, other])}
+    if given:
+        source = {"train": pd.concat([one, other.tail(30)]), "test": other.head(10)}
+    splits = split_source(source, Data(**tiny_params(data=WHOLE)["data"]))
+    sides = [{frozenset(pair) for pair in pairs(splits[name][["text", "text_pair"]])} for name in SPLIT]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+
+
 def test_what_a_given_split_has_is_left_out_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     write(name="folder/train")
     write(reviews().head(12), "folder/dev")
@@ -336,6 +348,36 @@ def test_codes_with_zeros_before_them_are_no_numbers() -> None:
     rows = read_file(Path("data/raw/rows.csv"))
     assert isinstance(rows, pd.DataFrame)
     assert rows["self"].dropna().unique().tolist() == ["007"]
+
+
+@pytest.mark.parametrize("train", [["1.1", "1.10", "1.2"], ["1.1", "1.10", "2"]])
+def test_classes_that_look_like_decimal_numbers_stay_as_they_are_written(train: list[str]) -> None:
+    """As numbers, sections 1.1 and 1.10 would be one class."""
+    for name, labels in (("train", train * 20), ("test", train[1:2] * 5)):
+        Path("data/raw/folder").mkdir(exist_ok=True)
+        texts = [f"{name} text {number}" for number in range(len(labels))]
+        pd.DataFrame({"text": texts, "label": labels}).to_csv(f"data/raw/folder/{name}.csv", index=False)
+    splits = extracted("data/raw/folder", splits={"test": "test"})
+    assert load_task().labels == tuple(train)
+    assert set(splits["test"]["label"]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [(["-1", "-2", "0", "1"], ("-2", "-1", "0", "1")), (["10.0", "2.0", "1.0"], ("1.0", "2.0", "10.0"))],
+)
+def test_numbers_that_are_text_are_in_their_order(labels: list[str], names: tuple[str, ...]) -> None:
+    extracted(write(rows(labels * 15), suffix=".jsonl"))
+    assert load_task().labels == names
+
+
+def test_booleans_are_spelled_as_in_another_split() -> None:
+    """As true and false beside unsure, which make a column of text."""
+    write(rows(["true", "false", "unsure"] * 10), "folder/train")
+    write(rows(["true", "false"] * 5).assign(text=[f"another text {number}" for number in range(10)]), "folder/test")
+    splits = extracted("data/raw/folder", splits={"test": "test"})
+    assert load_task().labels == ("false", "true", "unsure")
+    assert set(splits["test"]["label"]) == {0, 1}
 
 
 @pytest.mark.parametrize("words", [("1", "2"), ("0.5", "1.5"), ("False", "True")])

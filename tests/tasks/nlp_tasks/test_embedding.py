@@ -73,6 +73,9 @@ class OnACircle(Embedding):
         angles = self.angles[frame[names].astype(int).to_numpy()]
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
 
+    def _distinct(self, tokenizer: Any, frame: pd.DataFrame) -> np.ndarray:
+        return frame[[name for name in ("text", "text_pair") if name in frame]].to_numpy()
+
 
 def scored(found: list[float], frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, neighbors: int = 2) -> Any:
     monkeypatch.setattr("tasks.nlp_tasks.embedding._NEIGHBORS", neighbors)
@@ -103,6 +106,16 @@ def test_a_text_counts_once_and_pairs_count_as_their_mean(monkeypatch: pytest.Mo
     cosines = np.cos([0.1, 1.9, 1.8, 3.0])
     assert found.predictions["value"].to_numpy() == pytest.approx(cosines)
     assert found.score.metrics["spearman"] == pytest.approx(spearmanr(cosines, frame["label"]).statistic)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_texts_of_equal_tokens_count_once(batch: int) -> None:
+    """Their embeddings are equal but for rounding, which must not decide who is among the ten nearest."""
+    texts = reviews()["text"]
+    frame = pd.DataFrame({"text": [*texts, *texts.str.replace(" ", "  ")]})
+    kind, original, tokenizer = kind_of(task()), model(), tiny_tokenizer()
+    labeled = kind.with_originals(original, tokenizer, frame)
+    assert kind.score(original, tokenizer, labeled, batch, "test").score.metric == 1.0
 
 
 def test_the_loss_is_one_minus_the_cosine_and_training_to_it_gives_the_original_back() -> None:
