@@ -3,17 +3,11 @@ of each example in reports/predictions/dense.parquet."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
 from tasks.artifacts.task_spec import load_split
-from tasks.config.schema import Model, section
 from tasks.models import model_license, task_head
-from tasks.models.model_io import CONTROL, TEACHER, load, size
+from tasks.models.model_io import CONTROL, TEACHER, size
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.splits import load_scorer, same_weights, write_predictions
 from tasks.scoring.trivial_baseline import TRIVIAL, compare
@@ -22,14 +16,8 @@ from tasks.scoring.trivial_baseline import TRIVIAL, compare
 def dense() -> None:
     """Score the original model, the control and the trivial baseline. The models are scored as candidates are."""
     scorer, train = load_scorer("test", "validation"), load_split("train")
-    task, kind, device_map = scorer.task, kind_of(scorer.task), section("model", Model).device_map
-
-    def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        model, tokenizer = load(folder, kind.auto, device_map=device_map)
-        place(model)
-        return model, tokenizer
-
-    model, tokenizer = load_model(TEACHER)
+    task, kind = scorer.task, kind_of(scorer.task)
+    model, tokenizer = scorer.load(TEACHER)
     scores, predictions = control, control_predictions = scorer.all_scores(model, tokenizer, "dense")
     trivial_predictions = kind.trivial(train, scorer.splits["test"], tokenizer)
     trivial, warning = compare(task, scores.score.metric, predictions["test"], trivial_predictions)
@@ -37,7 +25,7 @@ def dense() -> None:
     warn(warning)
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
-        control, control_predictions = scorer.all_scores(*load_model(CONTROL), "control")
+        control, control_predictions = scorer.all_scores(*scorer.load(CONTROL), "control")
     write_predictions(
         "dense", {"dense": predictions, "control": control_predictions, TRIVIAL: {"test": trivial_predictions}}
     )

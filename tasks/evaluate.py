@@ -4,11 +4,10 @@ reports/evaluate/RECIPE-KEEP.json, with the results of each example in reports/p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from eckart.factorization.single_target_ablation import losses_alone
 from eckart.model.experts import unfuse
@@ -48,26 +47,20 @@ def evaluate(recipe: str, keep: str) -> None:
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     scorer, device_map = load_scorer("test", "validation"), section("model", Model).device_map
-    kind = kind_of(scorer.task)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)
-
-    def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        return load(folder, kind.auto, device_map=device_map)
-
     from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
     # loads two models, so it comes before the others; not with a device map, which may place their layers differently
     alone = _losses_alone(name, targets, decision, scorer) if from_teacher and device_map is None else {}
     shaped = None
     if decision.as_shaped:
-        shaped = scorer.score_on("test", *load_model(RANKS / name / SHAPED), "shaped").score
+        shaped = scorer.score_on("test", *scorer.load(RANKS / name / SHAPED), "shaped").score
     before: Scored | None = None
     texts_before: dict[str, Score] = {}
     if trained := parts.recovery.get("steps") != 0:
-        model, tokenizer = load_model(FACTORIZED / name)
+        model, tokenizer = scorer.load(FACTORIZED / name)
         before = None if residual_rows(model) else scorer.score_on("test", model, tokenizer, "factorized")
         texts_before = scorer.on_texts(model, tokenizer, "factorized") if before else {}
-    model, tokenizer = load_model(FINETUNED / name)
-    place(model)
+    model, tokenizer = scorer.load(FINETUNED / name)
     sizes = _sizes(model, targets, alone)
     scores, predictions = scorer.all_scores(model, tokenizer, "recovered")
     if not trained:  # the factorized model computes the same; only the storage may be another

@@ -385,7 +385,9 @@ class Collector:
                 only at edges, which do not count.
         """
         if not self.examples:
-            raise ValueError("there are no calibration examples: give some (in params.yaml: raise data.sizes.calibration)")
+            raise ValueError(
+                "there are no calibration examples: give some (in params.yaml: raise data.sizes.calibration)"
+            )
         for name, value in self.sums.get("output_gradients", {}).items() if self.robust.edges else ():
             if not value.any():
                 raise ValueError(

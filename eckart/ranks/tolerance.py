@@ -115,7 +115,9 @@ class Tolerance(Method):
                 f"instead of {budget}: raise keep or ranks.grid"
             )
         if not (batches := problem.calibration(self.examples)):
-            raise ValueError("there is no calibration example: give some (in params.yaml: raise data.sizes.calibration)")
+            raise ValueError(
+                "there is no calibration example: give some (in params.yaml: raise data.sizes.calibration)"
+            )
         with eval_mode(problem.model):
             walks = _Walks(problem, self, batches)
             try:

@@ -16,13 +16,14 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
+from tasks.config.schema import Promotion
 from tasks.data.loading import with_originals
 from tasks.models import task_head
 from tasks.models.model_io import UNLOADABLE, check_length, load
 from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
 from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
 from tasks.report import choose_candidate
-from tasks.report.choose_candidate import Gate, Measured, Promotion, short
+from tasks.report.choose_candidate import Gate, Measured, short
 from tasks.report.results import DENSE, read_predictions
 from tasks.runtime.stage_runner import StageError, quiet
 from tasks.scoring.bootstrap import resampled, standard_error

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tasks.artifacts.task_spec import Split
+
 
 def uniform_hashes(contents: Iterable[Any], seed: int, purpose: str) -> np.ndarray:
     """Return a uniform pseudo-random number in [0, 1) for each item of `contents`. Equal items get equal numbers.
@@ -27,3 +29,8 @@ def uniform_hashes(contents: Iterable[Any], seed: int, purpose: str) -> np.ndarr
 def lowest(contents: Iterable[Any], size: int | None, seed: int, purpose: str) -> np.ndarray:
     """Draw a sample: return the positions of the `size` items with the lowest hashes, lowest first; None: all items."""
     return np.argsort(uniform_hashes(contents, seed, purpose), kind="stable")[:size]
+
+
+def purpose_of(split: Split) -> str:
+    """Return the purpose for `lowest` to draw a sample of this split: calibration is drawn from a sample of train."""
+    return "calibration" if split == "calibration" else "sample"

@@ -16,7 +16,7 @@ import pandas as pd
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Data
-from tasks.data.hash_sampling import lowest, uniform_hashes
+from tasks.data.hash_sampling import lowest, purpose_of, uniform_hashes
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
@@ -59,8 +59,8 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
         parts = _carve(source, params, _passages)
         return {**parts, "calibration": parts["train"]}
     parts = _carve(_without_leaks(source), params, lambda rows: _in_one_order(_contents(rows, task.split_by)))
-    drawn = {name: _sample(part, name, "sample", params) for name, part in parts.items()}
-    return {**drawn, "calibration": _sample(drawn["train"], "calibration", "calibration", params)}
+    drawn = {name: _sample(part, name, params) for name, part in parts.items()}
+    return {**drawn, "calibration": _sample(drawn["train"], "calibration", params)}
 
 
 def _carve(
@@ -130,8 +130,8 @@ def _passages(rows: pd.DataFrame) -> list[Any]:
     )
 
 
-def _sample(rows: pd.DataFrame, name: Split, purpose: str, params: Data) -> pd.DataFrame:
+def _sample(rows: pd.DataFrame, name: Split, params: Data) -> pd.DataFrame:
     size = getattr(params.sizes, name)
     if size is not None and size < len(rows) and name != "calibration":
         say(f"{name}: {size} of {len(rows)} examples are used (data.sizes.{name})")
-    return rows.iloc[lowest(_contents(rows), size, params.seed, purpose)]
+    return rows.iloc[lowest(_contents(rows), size, params.seed, purpose_of(name))]

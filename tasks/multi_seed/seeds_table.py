@@ -30,9 +30,8 @@ from tasks.multi_seed.study_file import StudyFile
 from tasks.nlp_tasks import task_class
 from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import base, calibration, cut, generation, source
-from tasks.report.results import CONTROL as CONTROL_MODEL
+from tasks.report.results import CONTROL, Results, ScoredModel, load_results
 from tasks.report.results import DENSE as DENSE_MODEL
-from tasks.report.results import Results, ScoredModel, load_results
 from tasks.report.rounding import rounded
 from tasks.report.runtimes import TEXTS
 from tasks.report.table import ZERO_SHOT, printed
@@ -40,8 +39,8 @@ from tasks.report.table import numbers as table_numbers
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 CANDIDATE = ["recipe", "keep"]
-CONTROL = (CONTROL_NAME, "1")
-REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL_MODEL}
+CONTROL_ROW = (CONTROL_NAME, "1")
+REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL}
 _TITLES = {"dense": "original", "control": "control"}
 
 SHOWN = (
@@ -66,7 +65,7 @@ def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
             seeds[seed] = load_results()
     rows = pd.concat([_rows(seed, results, folders[seed]) for seed, results in seeds.items()], ignore_index=True)
     candidates = rows[CANDIDATE].itertuples(index=False, name=None)
-    models = [CONTROL_MODEL if name == CONTROL else (candidate_name(*name), "recovered") for name in candidates]
+    models = [CONTROL if name == CONTROL_ROW else (candidate_name(*name), "recovered") for name in candidates]
     for name, reference in REFERENCES.items():
         ends = [mean_difference(seeds, model, reference) for model in models]
         rows[f"seeds_from_{name}_low"] = [interval.low for interval in ends]
@@ -98,7 +97,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
     totals = []
     for candidate in rows[CANDIDATE].itertuples(index=False, name=None):
         name = candidate_name(*candidate)
-        stages = ["control"] if candidate == CONTROL else [stage_name(stage, name) for stage in _STAGES]
+        stages = ["control"] if candidate == CONTROL_ROW else [stage_name(stage, name) for stage in _STAGES]
         totals.append(sum(by_stage[stage] for stage in stages) if by_stage.keys() >= {*stages} else None)
     return totals
 

@@ -31,7 +31,7 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.calibration.losses import IGNORED, Batch, Loss, Predictions, causal_loss, token_losses
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
-from tasks.data.hash_sampling import lowest
+from tasks.data.hash_sampling import lowest, purpose_of
 from tasks.nlp_tasks._prediction import Collate, Columns, place, predict
 from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
@@ -136,8 +136,9 @@ class LanguageModeling(NlpTask):
         size = self.spec.sizes[split]
         if size >= len(rows):
             return rows
-        purpose = "calibration" if split == "calibration" else "sample"
-        return rows[np.sort(lowest((block.tolist() for block in blocks[rows]), size, self.spec.seed, purpose))]
+        return rows[
+            np.sort(lowest((block.tolist() for block in blocks[rows]), size, self.spec.seed, purpose_of(split)))
+        ]
 
     @property
     def loss(self) -> Loss:

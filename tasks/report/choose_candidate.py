@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.artifacts.limits import ROUNDING, within
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.config.schema import Goal
-from tasks.config.schema import Limits as Limits
-from tasks.config.schema import Promotion as Promotion
+from tasks.config.schema import Goal, Limits
 
 CHOICE = Path("reports/choice.json")
 

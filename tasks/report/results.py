@@ -33,7 +33,7 @@ from tasks.artifacts.results_schema import (
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import Choice, Limits, Measured, Promotion, best_first, choose
+from tasks.report.choose_candidate import Choice, Measured, best_first, choose
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring import trivial_baseline
 from tasks.scoring.bootstrap import Interval, interval, resampled, standard_error
@@ -159,7 +159,7 @@ class Results:
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
     """`dense` or name of an exported candidate → its exported files; empty if nothing was exported."""
-    limits: Limits
+    limits: schema.Limits
     """The limits that a candidate must meet to be promoted."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """Model → its metric on resamples of the test examples, `(resamples,)`. All models have the same resamples."""
@@ -323,7 +323,7 @@ def load_results() -> Results:
             name: _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
             for name in (["dense", CONTROL_EXPORT, *exported] if exported else [])
         },
-        limits=schema.section("promotion", Promotion),
+        limits=schema.section("promotion", schema.Promotion),
         resampled={},
         validated={},
         only_answers={},

@@ -17,9 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import Score, Scores, predictions_file
 from tasks.artifacts.task_spec import Split, Task, load_split, load_task, load_texts
-from tasks.config.schema import Evaluate, section
+from tasks.config.schema import Evaluate, Model, section
 from tasks.data.loading import with_originals
+from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import place
 from tasks.nlp_tasks.nlp_task import Scored
 from tasks.runtime.stage_runner import say
 from tasks.scoring.generation_samples import continuations
@@ -40,6 +42,12 @@ class Scorer:
     task: Task
     settings: Evaluate
     splits: Mapping[Split, pd.DataFrame]
+
+    def load(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load a model of the study, and its tokenizer, to score it: on the devices that model.device_map says."""
+        model, tokenizer = load(folder, kind_of(self.task).auto, device_map=section("model", Model).device_map)
+        place(model)
+        return model, tokenizer
 
     def score_on(self, split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
         """Score a model on all examples of a split, and print the score with the model's `name`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from numbers import Real
 from typing import Any
@@ -31,10 +32,9 @@ def zero_shot(
         raise StageError("evaluate.zero_shot needs lm-eval: pip install 'eckart[lm-eval]', or empty the list")
     from lm_eval import simple_evaluate  # slow to import, and an optional dependency
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager()
+    manager = _task_manager()
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise StageError(f"evaluate.zero_shot: lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
     try:
@@ -50,6 +50,14 @@ def zero_shot(
             raise
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
     return {name: _numbers(values) for name, values in sorted(results["results"].items())}
+
+
+@cache
+def _task_manager() -> Any:
+    """Return the harness's index of tasks, for which it reads thousands of files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -27,8 +27,9 @@ from flows.promotion.gates import (
     questions,
 )
 from tasks.artifacts.task_spec import SPLITS
+from tasks.config.schema import Promotion
 from tasks.nlp_tasks import kind_of
-from tasks.report.choose_candidate import Measured, Promotion
+from tasks.report.choose_candidate import Measured
 from tasks.scoring.splits import write_predictions
 from tests import tiny
 from tests.tasks.report.test_choose_candidate import refused, said

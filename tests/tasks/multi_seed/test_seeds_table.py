@@ -16,7 +16,7 @@ from tasks.multi_seed import published_numbers
 from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed.pairwise_differences import COLUMNS, leaders
 from tasks.multi_seed.published_numbers import Published
-from tasks.multi_seed.seeds_table import CANDIDATE, CONTROL
+from tasks.multi_seed.seeds_table import CANDIDATE, CONTROL_ROW
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trial
 from tests.tasks.multi_seed.test_published_numbers import ROW
@@ -177,14 +177,14 @@ class TestSummary:
         seconds = {"search@b-0.5": 1, "factorize@b-0.5": 2, "finetune@b-0.5": 4, "evaluate@b-0.5": 8, "control": 16}
         (root / SECONDS).write_text(json.dumps({**seconds, "finetune@a-0.5": 32}))
         rows, _ = summary.collect({7: root})
-        assert rows[CANDIDATE].apply(tuple, axis=1).tolist() == [CONTROL, ("a", "0.5"), ("b", "0.5")]
+        assert rows[CANDIDATE].apply(tuple, axis=1).tolist() == [CONTROL_ROW, ("a", "0.5"), ("b", "0.5")]
         assert set(rows.seed) == {7}
         assert rows.recovered.tolist() == [0.8, 0.65, 0.66]
         assert rows.of_dense.tolist() == pytest.approx([1, 0.65 / 0.8, 0.66 / 0.8])
         assert rows.target_share.tolist() == [1, 0.7, 0.7]
         assert rows.model_share.tolist() == [1, 0.7, 0.7]
         # Those of a candidate's stages, where all are known; the control has one training.
-        assert rows.set_index(CANDIDATE).seconds.dropna().to_dict() == {CONTROL: 16, ("b", "0.5"): 7}
+        assert rows.set_index(CANDIDATE).seconds.dropna().to_dict() == {CONTROL_ROW: 16, ("b", "0.5"): 7}
 
     def test_examples_are_resampled_together_for_all_seeds(self, tmp_path: Path) -> None:
         """Two seeds that err on other examples: their mean is steadier than that of one seed twice."""

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.report.choose_candidate import Gate, Limits, Measured, choose, gates, short
+from tasks.config.schema import Limits
+from tasks.report.choose_candidate import Gate, Measured, choose, gates, short
 
 WANTED = Limits(largest_drop=0.01, keep=0.5, least_speedup=1.2, standard_errors=0.0)
 CANDIDATE = Measured(metric=0.84, dense=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
