@@ -263,3 +263,9 @@ def test_zero_order_rows_score_by_their_magnitudes():
 
 def bert_targets(model: PreTrainedModel) -> tuple[Target, ...]:
     return find_targets(model, tiny_tokenizer()(["a plot"], return_tensors="pt")).targets
+
+
+@pytest.mark.parametrize(("smallest", "rank"), [(5e-7, 99), (5e-6, 100)])
+def test_singular_values_that_rounding_could_have_made_do_not_count(smallest: float, rank: int) -> None:
+    """Below 1.2e-7 ‖W‖_F in float32: here ‖W‖_F is ten times the largest singular value."""
+    assert numerical_rank(torch.tensor([*[1.0] * 99, smallest]).diag()) == rank
