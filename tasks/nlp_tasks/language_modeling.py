@@ -136,9 +136,8 @@ class LanguageModeling(NlpTask):
         size = self.spec.sizes[split]
         if size >= len(rows):
             return rows
-        return rows[
-            np.sort(lowest((block.tolist() for block in blocks[rows]), size, self.spec.seed, purpose_of(split)))
-        ]
+        contents = (block.tolist() for block in blocks[rows])
+        return rows[np.sort(lowest(contents, size, self.spec.seed, purpose_of(split)))]
 
     @property
     def loss(self) -> Loss:
