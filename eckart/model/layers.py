@@ -238,13 +238,22 @@ class LowRankLinear(LowRankLayer):
                 matrix_of(self.residual).copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._product(x) if self.rank else self._without_factors(x)
+        if self.residual is None or self.rows is None:
+            return y
+        return y.index_add(-1, self.rows, self.residual(x).to(y.dtype))  # autocast leaves an embedding's as it is
+
+    def _product(self, x: Tensor) -> Tensor:
         components = self.right(x)
         if self.gate is not None:
             components = components * self.gate
         y: Tensor = self.left(components)
-        if self.residual is None or self.rows is None:
-            return y
-        return y.index_add(-1, self.rows, self.residual(x).to(y.dtype))  # autocast leaves an embedding's as it is
+        return y
+
+    def _without_factors(self, x: Tensor) -> Tensor:
+        """Return the bias, without products of empty matrices, which onnxruntime could not quantize."""
+        y = self.left.weight.new_zeros(*(x.shape if self.reads_ids else x.shape[:-1]), self.out_features)
+        return y if self.bias is None else y + self.bias
 
     def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the outputs for `x` with `weight` `(out, in)` in place of Ŵ."""

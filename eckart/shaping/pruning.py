@@ -48,7 +48,8 @@ class Pruning(Optimization, Method):
     )
     remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
         (0.5, 0.25, 0.1),
-        description="shares of each target's weights that are left; each keep takes the smallest that is not below it",
+        description="shares of each target's weights that are left; each keep takes the smallest that is not "
+        "below it, and a keep above all takes the largest",
     )
     start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
     end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")

@@ -20,7 +20,10 @@ class Optimization(BaseModel):
         "linear", description="learning rate after the warm-up: constant; linear and cosine fall to last_rate"
     )
     last_rate: float = Field(
-        0.0, ge=0, le=1, description="last learning rate of a linear or cosine schedule, ÷ the peak"
+        0.0,
+        ge=0,
+        le=1,
+        description="learning rate that a linear or cosine schedule has fallen to after the last step, ÷ the peak",
     )
     weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW")
 

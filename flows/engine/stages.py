@@ -219,8 +219,8 @@ def _refuse_missing(repo: Repo) -> None:
     needed = [path for path, place in places.items() if place in read and place not in made]
     if missing := [str(path) for path in needed if not path.exists()]:
         raise WorkspaceUnusable(
-            f"{' and '.join(missing)} is missing: put your data or your base model there, or make an empty folder if "
-            "params.yaml names none"
+            f"there is no {' and no '.join(missing)}: put your data or your base model there, or make an empty folder "
+            "if params.yaml names none"
         )
 
 

@@ -117,7 +117,8 @@ def _init(folder: Path, options: InitOptions, again: bool, step: Callable[[str],
 def _by_own_names(message: str, options: InitOptions) -> str:
     for own, place in ((options.base, BASE), (options.data, RAW)):
         message = message.replace(str(place / Path(own).name), str(own)) if own else message
-    return message
+    message = re.sub(r"data\.columns\.(\w+):?", lambda column: f"--{column[1].replace('_', '-')}", message)
+    return message.replace("set data.task to ", "write --task ")
 
 
 def _append(file: Path, text: str) -> None:
@@ -129,6 +130,9 @@ def _append(file: Path, text: str) -> None:
 def _check(folder: Path, options: InitOptions, again: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: name a folder")
+    for place in {place for part in CARRIED for place in (folder / part, *(folder / part).parents)}:
+        if place.exists() and not place.is_dir():
+            raise InitError(f"{place} is a file: rename it, since a workspace has a folder there")
     ours = (PARAMS, *installation.derived())
     if again and (lacking := [path for path in (*ours, Path(".dvc")) if not (folder / path).exists()]):
         raise InitError(f"{folder} has no {lacking[0]}, so it is not a workspace: leave out --again to make one")

@@ -10,9 +10,11 @@ from typing import Any
 import datasets
 import pandas as pd
 import torch
+import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tasks.config import yaml_edit
+from tasks.config.contradictions import column_mistakes
 from tasks.config.schema import PARAMS, Data, parse, read, sections
 from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
@@ -65,7 +67,13 @@ def of_data(
     kind = task or _task(rows, columns)
     if label is None and task_class(kind).label != "required":
         columns["label"] = None  # a column of this name may hold something else
+    if text_pair is None and task_class(kind).text_pair == "refused":
+        columns["text_pair"] = None
+    if mistakes := [*column_mistakes(kind, columns)]:
+        raise StageError("\n".join(mistakes))
     config, tokenizer = read_base(base, revision)
+    if type(config) not in getattr(transformers, task_class(kind).auto_class)._model_mapping:
+        raise StageError(f"{base} is of the type {config.model_type}, of which there is no {kind}: name another model")
     changes: dict[str, Any] = {
         "data": {
             "source": source,

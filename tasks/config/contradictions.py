@@ -181,7 +181,7 @@ def _task_mistakes(task: TaskName, typed: Mapping[str, Any], data: Mapping[str, 
     kind, metric = task_class(task), data.get("metric")
     if isinstance(metric, str) and metric not in kind.metrics:
         yield f"data.metric: {metric} is not a metric of {task}; write one of {', '.join(kind.metrics)}"
-    yield from _column_mistakes(task, data.get("columns"))
+    yield from column_mistakes(task, data.get("columns"))
     for key in sorted({option for name in TASK_NAMES for option in task_class(name).options} - {*kind.options}):
         if data.get(key) is not None:
             owners = [name for name in TASK_NAMES if key in task_class(name).options]
@@ -282,7 +282,7 @@ def _seen_texts(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterato
             yield f"evaluate.texts.{name}: is what candidates are trained and calibrated with; write another text"
 
 
-def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
+def column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
     """Yield a line for each column that is null although the task needs it, or named although the task refuses it."""
     if not isinstance(columns, dict):
         return

@@ -38,9 +38,9 @@ import eckart.onnx.exporting
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.experts import is_fused
 from eckart.model.hf_format import save
-from eckart.model.layers import PivotedLinear, low_rank_layers
+from eckart.model.layers import LowRankLinear, PivotedLinear, factorize_target, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.model.targets import find_targets
+from eckart.model.targets import find_targets, weight_of
 from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, return_embeddings, runner
 from eckart.onnx.exporting import TOLERANCE, Exported, _eager_attention, _move
 from eckart.onnx.int8 import quantize
@@ -159,6 +159,21 @@ def test_onnxruntime_quantizes_the_plain_export(encoder: Case, tmp_path: Path) -
 def integer_products(file: Path) -> int:
     """Products in int8 that the file has."""
     return sum(node.op_type == "MatMulInteger" for node in onnx.load(file).graph.node)
+
+
+def test_layers_of_rows_alone_are_written_in_int8(tmp_path: Path) -> None:
+    """As movement pruning leaves them: with no factors, and with rows in some targets only."""
+    model, inputs = tiny.bert(), batch(3, 9)
+    for number, target in enumerate(find_targets(model, batch(8, 7)).targets):
+        weight = weight_of(model.get_submodule(target.name)).clone()
+        layer = factorize_target(model, target.name, weight[:, :0], weight[:0], weight)
+        assert isinstance(layer, LowRankLinear)
+        layer.keep_rows(slice(5 * (number % 2)))
+    expected = tiny.logits(model.eval(), inputs)
+    for name, int8, limit in (("model", False, 1e-5), ("int8", True, 0.05)):
+        export(model, tiny.words(), tmp_path / f"{name}.onnx", [inputs], int8=int8)
+        actual = answers(tmp_path / f"{name}.onnx", **inputs)
+        assert abs(actual - expected).max() < limit * abs(expected).max()
 
 
 def test_int8_gives_nearly_the_same_logits(tmp_path: Path) -> None:

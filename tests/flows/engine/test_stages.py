@@ -222,7 +222,7 @@ def test_folders_of_the_user_that_are_missing_are_named_together(workspace: Path
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("deps: [raw.txt]", "deps: [raw.txt, data/raw, models/base]"))
     for folder in missing:
         (workspace / folder).rmdir()
-    with pytest.raises(EckartError, match=f"^{' and '.join(missing)} is missing"):
+    with pytest.raises(EckartError, match=f"^there is no {' and no '.join(missing)}:"):
         engine.plan()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from ruamel.yaml import YAML
+from transformers import T5Config
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -219,6 +220,14 @@ def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None
     assert sorted(own.rglob("*")) == before
 
 
+def test_a_file_in_the_place_of_a_folder_is_named_first(own: Path) -> None:
+    Path("new").mkdir()
+    Path("new/data").touch()
+    with pytest.raises(InitError, match=r"^new/data is a file"):
+        new_workspace.init(Path("new"), NONE)
+    assert [path.name for path in Path("new").iterdir()] == ["data"]
+
+
 @pytest.mark.parametrize(
     ("rules", "ignored"),
     [("mine\nmodels/\n", "models/"), ("*.dvc\n", r"\*\.dvc"), ("/data/*\n", r"/data/\*"), ("/data/*\n!*.dvc\n", None)],
@@ -339,6 +348,7 @@ def test_other_text_keeps_the_number_of_blocks(own: Path) -> None:
 
 
 def test_another_task_has_no_option_of_the_one_before(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    T5Config(vocab_size=99, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained("my-model")
     options = InitOptions("my-model", Path("reviews.csv"), "body", None, "stars", "summarization")
     new_workspace.init(Path("shop"), options)
     monkeypatch.chdir("shop")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from transformers import RobertaConfig, RobertaForSequenceClassification
+from transformers import RobertaConfig, RobertaForSequenceClassification, T5Config
 
 from flows.workspace import params_from_data
 from tasks.artifacts.errors import EckartError
@@ -90,6 +90,9 @@ def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
 
 def test_summaries_get_a_length_and_no_onnx_file(workspace: Path) -> None:
     source = table(label=["the plot is dull"] * 60)
+    with pytest.raises(EckartError, match=r"\bbert\b.*no summarization"):
+        told(source, task="summarization")
+    T5Config(vocab_size=99, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained(BASE)
     yaml_edit.update({**told(source, task="summarization"), "model": {"base": BASE}})
     typed = validation.check()
     assert typed["data"].target_length == 8  # four words and two special tokens
@@ -143,6 +146,16 @@ def test_a_model_that_knows_the_labels_is_taken_as_it_is(
 def test_rows_that_the_study_would_refuse_are_refused_at_once(workspace: Path, labels: list[str]) -> None:
     with pytest.raises(EckartError):
         told(table(label=[labels[row % len(labels)] for row in range(60)]))
+
+
+def test_columns_fit_the_task(workspace: Path) -> None:
+    source = table(text_pair=reviews()["text"], label=reviews()["text"])
+    with pytest.raises(EckartError, match="no summarization"):  # of BERT; the column text_pair is left alone
+        told(source, task="summarization")
+    with pytest.raises(EckartError, match=r"text_pair.*summarization reads one text"):
+        told(source, task="summarization", text_pair="text_pair")
+    with pytest.raises(EckartError, match=r"text_pair.*needs a second text"):
+        told(table("other.csv", label=reviews()["text"]), task="question_answering")
 
 
 def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
