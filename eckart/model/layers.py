@@ -174,6 +174,10 @@ class PlainLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting() and not self.weight.numel():
+            # A factor of rank 0: onnxruntime cannot quantize a product of empty matrices.
+            zeros = x.new_zeros(*x.shape[:-1], len(self.weight))
+            return zeros if self.bias is None else zeros + self.bias
         return linear(x, self.weight, self.bias)
 
 
@@ -238,22 +242,13 @@ class LowRankLinear(LowRankLayer):
                 matrix_of(self.residual).copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x) if self.rank else self._without_factors(x)
-        if self.residual is None or self.rows is None:
-            return y
-        return y.index_add(-1, self.rows, self.residual(x).to(y.dtype))  # autocast leaves an embedding's as it is
-
-    def _product(self, x: Tensor) -> Tensor:
         components = self.right(x)
         if self.gate is not None:
             components = components * self.gate
         y: Tensor = self.left(components)
-        return y
-
-    def _without_factors(self, x: Tensor) -> Tensor:
-        """Return the bias, without products of empty matrices, which onnxruntime could not quantize."""
-        y = self.left.weight.new_zeros(*(x.shape if self.reads_ids else x.shape[:-1]), self.out_features)
-        return y if self.bias is None else y + self.bias
+        if self.residual is None or self.rows is None:
+            return y
+        return y.index_add(-1, self.rows, self.residual(x).to(y.dtype))  # autocast leaves an embedding's as it is
 
     def run_dense(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the outputs for `x` with `weight` `(out, in)` in place of Ŵ."""

@@ -183,17 +183,20 @@ def _push_all(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None)
     """Push these outputs to a remote, the default one unless `odb` is another, and return the digests that it lacks.
 
     The remote is asked about each file. DVC does not ask about files that its index of the remote names, nor about
-    those of a folder whose list the remote has.
+    those of a folder whose list the remote has. So a list is pushed only after all of its files.
     """
     get_index(odb or repo.cloud.get_remote_odb(None, "push")).clear()
-    cache = Path(repo.cache.local_cache_dir)
-    listed = (cached_objects.files(cache, str(info.value)) or {} for info in objects if info.isdir)
-    files = {HashInfo("md5", digest) for folder in listed for digest in folder.values()}
-    lacking: set[HashInfo] = set()
-    for part in (files | {info for info in objects if not info.isdir}, {info for info in objects if info.isdir}):
-        state = repo.cloud.status(part, odb=odb)
-        lacking |= {*state.missing, *repo.cloud.push(state.new, odb=odb).failed}
-    return {str(info.value) for info in lacking}
+    cache, lists = Path(repo.cache.local_cache_dir), {info for info in objects if info.isdir}
+    lacking = _push_new(repo, objects - lists, odb)
+    whole = {
+        info for info in lists if lacking.isdisjoint((cached_objects.files(cache, info.value or "") or {}).values())
+    }
+    return lacking | {str(info.value) for info in lists - whole} | _push_new(repo, whole, odb)
+
+
+def _push_new(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None) -> set[str]:
+    state = repo.cloud.status(objects, odb=odb)
+    return {str(info.value) for info in (*state.missing, *repo.cloud.push(state.new, odb=odb).failed)}
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class StageChanged(EckartError):
     """A stage, its code or an input changed during the run. The result is not recorded, as it may mix old and new."""
 
 
+GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+"""Environment variables that git sets for hooks. With them, every git command would work on the main workspace."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of a stage that is up to date, as dvc.lock records it."""
@@ -551,7 +555,7 @@ def _note_input(stage: Stage) -> None:
     """Write the present digest of a user's file or folder into its .dvc file, as `dvc repro` does.
 
     Raises:
-        WorkspaceUnusable: it is missing, or nobody edited it and git changed the .dvc file, as `git pull` does.
+        WorkspaceUnusable: it is missing, or git changed the .dvc file and left the data, as `git pull` does.
     """
     if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
@@ -559,8 +563,9 @@ def _note_input(stage: Stage) -> None:
         raise WorkspaceUnusable(f"{', '.join(missing)} is tracked by DVC and not here: run `eckart pull`")
     with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
+            named = [out.hash_info for out in stage.outs]
             stage.save()
-            if _is_of_another_commit(stage):
+            if named != [out.hash_info for out in stage.outs] and _is_of_another_commit(stage):
                 raise WorkspaceUnusable(
                     f"{stage.outs[0]} is not the version that {stage.relpath} names, but that of another commit: bring "
                     f"the one that it names, `eckart pull`, or keep this one, `dvc add {stage.outs[0]}`"
@@ -571,15 +576,22 @@ def _note_input(stage: Stage) -> None:
 
 
 def _is_of_another_commit(stage: Stage) -> bool:
-    """Whether a .dvc file is as in the last commit, and another commit of git names what is in the workspace."""
-    unedited = _git("diff", "--quiet", "HEAD", "--", stage.relpath).returncode == 0
-    digests = [str(out.hash_info.value) for out in stage.outs]
-    log = ("log", "--all", "--max-count=1", "--format=%h")
-    return unedited and any(_git(*log, f"-S{digest}", "--", stage.relpath).stdout for digest in digests)
+    """Whether git wrote a .dvc file after its data were last changed, and another commit names these data."""
+    files = [Path(top, name) for out in stage.outs for top, _, names in os.walk(out.fs_path) for name in names]
+    files += [Path(out.fs_path) for out in stage.outs if Path(out.fs_path).is_file()]
+    written = Path(stage.path).stat().st_mtime
+    if any(file.stat().st_mtime > written for file in files) or _git("diff", "--name-only", "HEAD", stage.path) != "":
+        return False
+    log = ("log", "--all", "--full-history", "--max-count=1", "--format=%h")
+    return any(_git(*log, f"-S{out.hash_info.value}", "--", stage.path) for out in stage.outs)
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+def _git(*words: str) -> str | None:
+    """Run git in the workspace, and return its output; None if it fails or is not installed."""
+    environment = {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(["git", *words], env=environment, capture_output=True, text=True, check=True).stdout
+    return None
 
 
 def cache_dir() -> Path:

@@ -118,7 +118,7 @@ def _by_own_names(message: str, options: InitOptions) -> str:
     for own, place in ((options.base, BASE), (options.data, RAW)):
         message = message.replace(str(place / Path(own).name), str(own)) if own else message
     message = re.sub(r"data\.columns\.(\w+):?", lambda column: f"--{column[1].replace('_', '-')}", message)
-    return message.replace("set data.task to ", "write --task ")
+    return message.replace("set data.task to ", "write --task ").replace("; write null", "; leave it out")
 
 
 def _append(file: Path, text: str) -> None:
@@ -253,8 +253,13 @@ def _completed(options: InitOptions, params: Mapping[str, Any]) -> InitOptions:
     if not _own_data(params):
         return options
     data = params["data"]
-    columns = {name: getattr(options, name) or data["columns"][name] for name in ("text", "text_pair", "label")}
     task = options.task or (None if options.data or options.label else data["task"])
+    read = {
+        name: column
+        for name, column in data["columns"].items()
+        if not task or getattr(task_class(task), name, "optional") != "refused"
+    }
+    columns = {name: getattr(options, name) or read.get(name) for name in ("text", "text_pair", "label")}
     return replace(options, task=task, **columns)
 
 

@@ -73,7 +73,7 @@ def of_data(
         raise StageError("\n".join(mistakes))
     config, tokenizer = read_base(base, revision)
     if type(config) not in getattr(transformers, task_class(kind).auto_class)._model_mapping:
-        raise StageError(f"{base} is of the type {config.model_type}, of which there is no {kind}: name another model")
+        raise StageError(f"transformers has no {config.model_type} for {kind}: name another model than {base}")
     changes: dict[str, Any] = {
         "data": {
             "source": source,

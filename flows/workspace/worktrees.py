@@ -21,6 +21,7 @@ from typing import IO
 
 from flows.engine import cached_objects, dvc_transport
 from flows.engine.lock_file import LOCK
+from flows.engine.stages import GIT_PLACES
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.config.schema import PARAMS
@@ -30,9 +31,6 @@ CARRIED = (RAW, BASE)
 """Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
 """Files and folders that other workspaces get from a commit, and thus without uncommitted edits."""
-
-PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Environment variables that git sets for hooks. With them, every git command would work on the main workspace."""
 
 
 class WorkspaceError(EckartError):
@@ -132,6 +130,8 @@ def follow(folder: Path, start: Sources) -> None:
         (folder / LOCK).write_bytes(recorded)
     for part in CARRIED:
         carry(part, folder / part)
+        if (tracked := part.with_name(f"{part.name}.dvc")).exists():  # the commit may name other data
+            shutil.copy(tracked, folder / tracked)
 
 
 def check_out(folder: Path, revision: str) -> None:
@@ -201,7 +201,7 @@ def _link(source: str, target: str) -> None:
 
 def environment() -> dict[str, str]:
     """Return the environment variables without those that a git hook sets."""
-    return {name: value for name, value in os.environ.items() if name not in PLACES}
+    return {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
 
 
 def git(folder: Path, *words: str) -> str:

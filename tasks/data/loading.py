@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import CALIBRATION
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
-from tasks.config.schema import Model, section
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import Collate, by_length
@@ -36,9 +35,7 @@ def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 def with_originals(frame: pd.DataFrame, task: Task) -> pd.DataFrame:
     """Return `frame`; if its labels are what the original model answers, with these (`NlpTask.from_original`)."""
     kind = kind_of(task)
-    if not kind.from_original:
-        return frame
-    return kind.with_originals(*load(TEACHER, kind.auto, device_map=section("model", Model).device_map), frame)
+    return kind.with_originals(*load(TEACHER, kind.auto), frame) if kind.from_original else frame
 
 
 def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:

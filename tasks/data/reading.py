@@ -69,9 +69,9 @@ def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
         if pd.api.types.is_float_dtype(rows["label"]) and _are_whole(rows["label"]):
             rows["label"] = rows["label"].astype("int64")
     if texts := [rows["label"] for rows in parts.values() if pd.api.types.is_string_dtype(rows["label"])]:
-        spelled = {str(label).casefold(): str(label) for labels in texts for label in labels.unique()}
         for rows in parts.values():
             if pd.api.types.is_bool_dtype(rows["label"]):
+                spelled = {label.casefold(): label for labels in texts for label in labels.dropna().unique()}
                 rows["label"] = [spelled.get(str(label).casefold(), str(label)) for label in rows["label"]]
             elif pd.api.types.is_numeric_dtype(rows["label"]):  # whole numbers beside empty cells are floats
                 rows["label"] = rows["label"].convert_dtypes().astype("string")
@@ -187,13 +187,12 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     In a TSV file, quotes are characters like any other.
 
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
-    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text, and
-    so do classes unless all are whole numbers: 1.1 and 1.10 are two.
+    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text.
 
     Raises:
         ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
-        StageError: the next quote after one that begins a cell of a CSV file does not end the cell. pandas would ignore
-            that.
+        StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
+            ignore; or two of `classes`, such as 1.1 and 1.10, are the same number.
     """
     if _suffix(file) == ".csv":
         _check_quotes(file)
@@ -204,10 +203,20 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
             return rows
         cells = pd.read_csv(file, index_col=False, **{**options, "usecols": numeric, "dtype": str})
     codes = [name for name in numeric if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
-    if classes in numeric and not (rows[classes].dropna() % 1 == 0).all():
-        codes.append(classes)
+    if classes in numeric and classes not in codes:
+        _refuse_equal_numbers(cells[classes].dropna())
     rows[codes] = cells[codes]
     return rows
+
+
+def _refuse_equal_numbers(cells: pd.Series) -> None:
+    """Raise a StageError if two cells are the same number, but not because one has only zeros after its point."""
+    written = pd.Series(cells.str.strip().str.replace(r"^\+|\.0*$", "", regex=True).unique())
+    if equal := written[pd.to_numeric(written).duplicated(keep=False)].tolist():
+        raise StageError(
+            f"its labels {' and '.join(sorted(equal)[:2])} are the same number: write classes so that they differ as "
+            "numbers, or as words, such as v1.10"
+        )
 
 
 def _check_quotes(file: Path) -> None:

@@ -37,18 +37,19 @@ def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -
         if kind.numeric_labels and limits.label_range and "label" in rows:
             outside = int((~rows["label"].between(*limits.label_range)).sum())
             yield at_most("labels out of range", name, outside, 0, "correct these labels, or check.label_range")
-        note = "remove repeated examples from the source, or raise check.largest_doubled"
-        yield at_most("duplicates", name, float(contents(rows).duplicated().mean()), limits.largest_doubled, note)
-    yield from _leaked(splits, limits, apart=kind.from_original)
+    yield from _repeated(splits, limits)
 
 
-def _leaked(splits: Mapping[Split, pd.DataFrame], limits: Check, apart: bool) -> Iterator[Finding]:
-    """Yield the shares of validation and test that are also in another split, in whatever order a pair's texts are.
+def _repeated(splits: Mapping[Split, pd.DataFrame], limits: Check) -> Iterator[Finding]:
+    """Yield the shares of examples that a split has twice, and of those that another split has, too.
 
-    Args:
-        apart: whether each text of a pair is an example of its own.
+    A pair in the other order counts for the second share only.
     """
-    words = {name: _examples(rows, apart) for name, rows in splits.items()}
+    words = {name: contents(rows) for name, rows in splits.items()}
+    for name, texts in words.items():
+        note = "remove repeated examples from the source, or raise check.largest_doubled"
+        yield at_most("duplicates", name, float(texts.duplicated().mean()), limits.largest_doubled, note)
+    words = {name: texts.map(lambda pair: tuple(sorted(pair))) for name, texts in words.items()}
     for name in ("validation", "test"):
         others = pd.concat([texts for other, texts in words.items() if other != name])
         share = float(words[name].isin(others).mean())
@@ -57,10 +58,3 @@ def _leaked(splits: Mapping[Split, pd.DataFrame], limits: Check, apart: bool) ->
             "source, or raise check.largest_leaked"
         )
         yield at_most("leaked examples", name, share, limits.largest_leaked, note)
-
-
-def _examples(rows: pd.DataFrame, apart: bool) -> pd.Series:
-    texts = [contents(rows[[name]].set_axis(["text"], axis=1)) for name in ("text", "text_pair") if name in rows]
-    if apart:
-        return pd.concat(texts)
-    return pd.Series(["\n".join(sorted(parts)) for parts in zip(*texts, strict=True)], dtype=str)

@@ -12,18 +12,25 @@ import pandas as pd
 
 def texts(rows: pd.DataFrame) -> list[str]:
     """Return for each row its text and text_pair, joined into one string."""
-    columns = [
+    return ["\n".join(parts) for parts in zip(*_columns(rows), strict=True)]
+
+
+def contents(rows: pd.DataFrame) -> pd.Series:
+    """Return for each row its text, and text_pair if there is one, as a tuple of their words.
+
+    Words are in lower case and without punctuation. A text without a word is returned unchanged.
+    """
+    words = _word().findall
+    columns = [[" ".join(words(text.casefold())) or text for text in column] for column in _columns(rows)]
+    return pd.Series(list(zip(*columns, strict=True)), dtype=object)
+
+
+def _columns(rows: pd.DataFrame) -> list[list[str]]:
+    return [
         [cell if isinstance(cell, str) else " ".join(cell) for cell in rows[name]]
         for name in ("text", "text_pair")
         if name in rows
     ]
-    return ["\n".join(parts) for parts in zip(*columns, strict=True)]
-
-
-def contents(rows: pd.DataFrame) -> pd.Series:
-    """Return the words of each row in lower case, without punctuation. Rows without a word are returned unchanged."""
-    words = _word().findall
-    return pd.Series([" ".join(words(text.casefold())) or text for text in texts(rows)], dtype=str)
 
 
 @cache

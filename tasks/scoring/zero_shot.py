@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from numbers import Real
@@ -39,7 +40,7 @@ def zero_shot(
         raise StageError(f"evaluate.zero_shot: lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
     try:
         results = simple_evaluate(
-            HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
+            HFLM(pretrained=model.eval(), tokenizer=deepcopy(tokenizer), batch_size=batch_size),
             tasks=list(tasks),
             task_manager=manager,
             bootstrap_iters=0,

@@ -204,10 +204,13 @@ class TestClones:
         remote.unlink()
         assert dvc_transport.push() == set()
         assert remote.read_bytes() == here.read_bytes()
-        for path in (remote, here):
-            path.unlink()
+        shutil.rmtree(tmp_path / "eckart-storage")
+        here.unlink()
         with pytest.raises(dvc_transport.TransportFailed, match=str(Path(MODEL).parent)):
             dvc_transport.push()
+        folder = next(path for path in (main / ".dvc/cache/files").rglob("*.dir") if digest in path.read_text())
+        promise = tmp_path / "eckart-storage/files" / folder.relative_to(main / ".dvc/cache/files")
+        assert not promise.exists()  # DVC would take it for one that the remote has all files
 
     def test_pull_asks_the_remote_of_an_input(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -312,6 +315,14 @@ class TestInputs:
         call(main, "dvc", "add", "-q", "data/raw")
         engine.plan()
         assert (main / "data/raw.dvc").read_text() == newer
+
+    def test_data_that_are_edited_back_or_that_the_cache_lacks_are_no_data_of_another_commit(self, main: Path) -> None:
+        shutil.rmtree(main / ".dvc/cache/files")
+        engine.plan()
+        for rows in ("newer\n", "rows\n"):
+            (main / "data/raw/rows.csv").write_text(rows)
+            engine.plan()
+            commit(main)
 
     def test_pull_brings_the_newer_input_and_spares_an_edited_one(self, main: Path) -> None:
         raw = main / "data/raw/rows.csv"

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import SPLITS, Split, load_task
 from tasks.config.schema import Data
 from tasks.data.label_encoding import names_in_source
@@ -350,16 +351,15 @@ def test_codes_with_zeros_before_them_are_no_numbers() -> None:
     assert rows["self"].dropna().unique().tolist() == ["007"]
 
 
-@pytest.mark.parametrize("train", [["1.1", "1.10", "1.2"], ["1.1", "1.10", "2"]])
-def test_classes_that_look_like_decimal_numbers_stay_as_they_are_written(train: list[str]) -> None:
-    """As numbers, sections 1.1 and 1.10 would be one class."""
-    for name, labels in (("train", train * 20), ("test", train[1:2] * 5)):
-        Path("data/raw/folder").mkdir(exist_ok=True)
-        texts = [f"{name} text {number}" for number in range(len(labels))]
-        pd.DataFrame({"text": texts, "label": labels}).to_csv(f"data/raw/folder/{name}.csv", index=False)
-    splits = extracted("data/raw/folder", splits={"test": "test"})
-    assert load_task().labels == tuple(train)
-    assert set(splits["test"]["label"]) == {1}
+def test_classes_that_are_the_same_number_are_refused() -> None:
+    """As sections 1.1 and 1.10, but not 1 and 1.0."""
+    frame = reviews().assign(label=["1.1", "1.10", "1.2"] * 20)
+    frame.to_csv("data/raw/rows.csv", index=False)
+    with pytest.raises(StageError, match=r"1\.1 and 1\.10"):
+        extracted("data/raw/rows.csv")
+    frame.assign(label=["1", "1.0", "2.50"] * 20).to_csv("data/raw/rows.csv", index=False)
+    extracted("data/raw/rows.csv")
+    assert load_task().labels == ("1.0", "2.5")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import lm_eval.tasks
@@ -102,9 +103,7 @@ def test_numbers_without_a_limit_are_left_out_or_an_error(monkeypatch: pytest.Mo
     monkeypatch.setattr("lm_eval.simple_evaluate", lambda *_, **__: found)
     assert zero_shot(model(), tiny_tokenizer(), ["piqa"], 2) == {"piqa": {"acc": 0.5}}
 
-    def too_large(*_: Any, **__: Any) -> None:
-        raise OverflowError("math range error")
-
-    monkeypatch.setattr("lm_eval.simple_evaluate", too_large)
-    with pytest.raises(StageError, match="lm-eval cannot run piqa"):
-        zero_shot(model(), tiny_tokenizer(), ["piqa"], 2)
+    for error in (OverflowError("math range error"), ModuleNotFoundError("No module named 'langdetect'")):
+        monkeypatch.setattr("lm_eval.simple_evaluate", Mock(side_effect=error))
+        with pytest.raises(StageError, match=rf"lm-eval cannot run piqa: {error}"):
+            zero_shot(model(), tiny_tokenizer(), ["piqa"], 2)
