@@ -90,7 +90,7 @@ def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
 
 def test_summaries_get_a_length_and_no_onnx_file(workspace: Path) -> None:
     source = table(label=["the plot is dull"] * 60)
-    with pytest.raises(EckartError, match=r"\bbert\b.*no summarization"):
+    with pytest.raises(EckartError, match="no bert for summarization"):
         told(source, task="summarization")
     T5Config(vocab_size=99, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained(BASE)
     yaml_edit.update({**told(source, task="summarization"), "model": {"base": BASE}})
@@ -150,7 +150,7 @@ def test_rows_that_the_study_would_refuse_are_refused_at_once(workspace: Path, l
 
 def test_columns_fit_the_task(workspace: Path) -> None:
     source = table(text_pair=reviews()["text"], label=reviews()["text"])
-    with pytest.raises(EckartError, match="no summarization"):  # of BERT; the column text_pair is left alone
+    with pytest.raises(EckartError, match="no bert for summarization"):  # the column text_pair is left alone
         told(source, task="summarization")
     with pytest.raises(EckartError, match=r"text_pair.*summarization reads one text"):
         told(source, task="summarization", text_pair="text_pair")

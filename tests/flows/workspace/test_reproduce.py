@@ -13,6 +13,7 @@ from flows.cli import app
 from flows.engine import cached_objects, dvc_transport, stage_processes
 from flows.engine import stages as engine
 from flows.workspace import reproduce as module
+from flows.workspace import worktrees
 from flows.workspace.reproduce import CannotReproduce, Reproduction, record
 from tasks.artifacts.task_spec import REFERENCE
 from tests.flows.forked import Command, gone
@@ -323,6 +324,20 @@ class TestInputs:
             (main / "data/raw/rows.csv").write_text(rows)
             engine.plan()
             commit(main)
+
+    def test_the_workspace_of_a_seed_gets_the_present_data_with_their_file_of_dvc(
+        self, main: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The last commit may name other data."""
+        for number, rows in enumerate(("newer\n", "rows\n")):
+            if number:
+                commit(main)
+            (main / "data/raw/rows.csv").write_text(rows)
+            call(main, "dvc", "add", "-q", "data/raw")
+        worktrees.follow(main / "workspaces/seed", worktrees.sources())
+        monkeypatch.chdir(main / "workspaces/seed")
+        assert Path("data/raw/rows.csv").read_text() == "rows\n"
+        engine.plan()
 
     def test_pull_brings_the_newer_input_and_spares_an_edited_one(self, main: Path) -> None:
         raw = main / "data/raw/rows.csv"
