@@ -580,7 +580,8 @@ def _is_of_another_commit(stage: Stage) -> bool:
     files = [Path(top, name) for out in stage.outs for top, _, names in os.walk(out.fs_path) for name in names]
     files += [Path(out.fs_path) for out in stage.outs if Path(out.fs_path).is_file()]
     written = Path(stage.path).stat().st_mtime
-    if any(file.stat().st_mtime > written for file in files) or _git("diff", "--name-only", "HEAD", stage.path) != "":
+    # lstat: a link to DVC's cache is as new as its checkout, and one to nowhere is a file of the data, too
+    if any(file.lstat().st_mtime > written for file in files) or _git("diff", "--name-only", "HEAD", stage.path) != "":
         return False
     log = ("log", "--all", "--full-history", "--max-count=1", "--format=%h")
     return any(_git(*log, f"-S{out.hash_info.value}", "--", stage.path) for out in stage.outs)
