@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 from flows.engine import supervisor
 from flows.engine.run_options import SEED_FOLDER, Options
 from flows.engine.stage_processes import terminable
+from flows.environment.git_variables import environment_without_git
 from flows.tracking import database
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, Sources, WorkspaceError
@@ -108,7 +109,7 @@ def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
         prepare(study, seed, start)
         tracking = _tracking(study.params["study"]["name"])
         stores = {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_REGISTRY_URI": database.registry_address()}
-        environment = worktrees.environment() | stores | {SEED_FOLDER: str(folder)}
+        environment = environment_without_git() | stores | {SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.
         process = subprocess.Popen(
             command,

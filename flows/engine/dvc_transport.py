@@ -162,21 +162,28 @@ def push() -> set[str]:
         # Before the push, since this call removes corrupt objects.
         of_runs = set[HashInfo]().union(*repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
-        lacking = _push_all(repo, of_runs)
-        if absent := [str(out) for out in repo.index.outs if _is_absent(repo, out)]:
+        # force: without a question about what is missing
+        used = {out: out.get_used_objs(push=True, force=True) for out in repo.index.outs if _is_pushed(out)}
+        by_remote = {None: set(of_runs)}  # None: the default remote
+        for objects in used.values():
+            for odb, infos in objects.items():
+                by_remote.setdefault(odb, set()).update(infos)
+        lacking = {odb: _push_all(repo, infos, odb) for odb, infos in by_remote.items()}
+        if absent := [
+            str(out)
+            for out, objects in used.items()
+            if not objects or any(info.value in lacking[odb] for odb, infos in objects.items() for info in infos)
+        ]:
             raise TransportFailed(
                 f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
                 "names: push from where it was made, or make it again with `eckart run`"
             )
-        return lacking
+        return lacking[None]
 
 
-def _is_absent(repo: Repo, out: Output) -> bool:
-    """Whether the remote of an output lacks a file of it, though it should have all."""
-    if not (out.use_cache and out.can_push and out.hash_info) or out.stage.is_repo_import:
-        return False
-    used = out.get_used_objs(push=True, force=True)  # force: without a question about what is missing
-    return not used or any(_push_all(repo, objects, odb) for odb, objects in used.items())
+def _is_pushed(out: Output) -> bool:
+    """Whether a remote should have all files of an output."""
+    return bool(out.use_cache and out.can_push and out.hash_info) and not out.stage.is_repo_import
 
 
 def _push_all(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None) -> set[str]:

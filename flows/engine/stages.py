@@ -38,6 +38,7 @@ from flows.engine import cached_objects, lock_file, locks, orphaned_processes, s
 from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
 from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
+from flows.environment.git_variables import environment_without_git
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.names import candidate_of, recipe_and_keep
@@ -51,10 +52,6 @@ _KIND = re.compile(r"^  ([\w-]+):", re.MULTILINE)  # name of a stage in dvc.yaml
 
 class StageChanged(EckartError):
     """A stage, its code or an input changed during the run. The result is not recorded, as it may mix old and new."""
-
-
-GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Environment variables that git sets for hooks. With them, every git command would work on the main workspace."""
 
 
 @dataclass(frozen=True)
@@ -589,7 +586,7 @@ def _is_of_another_commit(stage: Stage) -> bool:
 
 def _git(*words: str) -> str | None:
     """Run git in the workspace, and return its output; None if it fails or is not installed."""
-    environment = {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
+    environment = environment_without_git()
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(["git", *words], env=environment, capture_output=True, text=True, check=True).stdout
     return None

@@ -16,6 +16,7 @@ from typing import Any
 from dvc.utils.flatten import flatten
 
 from flows.engine import cached_objects
+from flows.environment.git_variables import environment_without_git
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
 from tasks.artifacts.errors import EckartError
@@ -392,7 +393,7 @@ def _hand_to_dvc(folder: Path, part: Path) -> None:
 
 def _set_up(folder: Path) -> None:
     inside = ["git", "rev-parse", "--git-dir"]
-    if subprocess.run(inside, cwd=folder, env=worktrees.environment(), capture_output=True).returncode:
+    if subprocess.run(inside, cwd=folder, env=environment_without_git(), capture_output=True).returncode:
         worktrees.git(folder, "init", "--quiet")
     if not (folder / ".dvc").exists():
         worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))

@@ -23,7 +23,7 @@ from ruamel.yaml.error import YAMLError
 
 from flows.engine import cached_objects, dvc_transport, locks, orphaned_processes, stage_processes, stages
 from flows.engine.lock_file import LOCK, digests
-from flows.engine.stages import GIT_PLACES
+from flows.environment.git_variables import GIT_VARIABLES
 from flows.workspace import worktrees
 from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
@@ -175,7 +175,7 @@ def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
     # --no-commit, since a differing result in the cache would later be restored instead of the recorded one.
-    unset = [word for name in GIT_PLACES for word in ("-u", name)]
+    unset = [word for name in GIT_VARIABLES for word in ("-u", name)]
     repro = [sys.executable, "-m", "dvc", "repro", "--quiet", "--no-commit", *(["--force"] if again else [])]
     command = shlex.join(["env", *unset, *repro, wanted.stage])
     try:

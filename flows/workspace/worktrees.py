@@ -21,7 +21,7 @@ from typing import IO
 
 from flows.engine import cached_objects, dvc_transport
 from flows.engine.lock_file import LOCK
-from flows.engine.stages import GIT_PLACES
+from flows.environment.git_variables import environment_without_git
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.config.schema import PARAMS
@@ -199,11 +199,6 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def environment() -> dict[str, str]:
-    """Return the environment variables without those that a git hook sets."""
-    return {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
-
-
 def git(folder: Path, *words: str) -> str:
     """Run git in `folder` and return its output. Hooks are off, since DVC's hooks would check out outputs."""
     return _called(folder, ["git", "-c", f"core.hooksPath={os.devnull}", *words], f"git {words[0]}")
@@ -215,7 +210,7 @@ def dvc(folder: Path, *words: str) -> str:
 
 
 def _called(folder: Path, command: Sequence[str], name: str) -> str:
-    result = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    result = subprocess.run(command, cwd=folder, env=environment_without_git(), capture_output=True, text=True)
     if result.returncode:
         raise WorkspaceError(f"{name} in {folder.resolve().name}: {result.stderr.strip() or result.stdout.strip()}")
     return result.stdout

@@ -210,6 +210,19 @@ def test_examples_that_leave_none_to_choose_by_are_an_error() -> None:
         METHOD.search(replace(problem(keep=0.01), calibration=tiny.refuse))
 
 
+def test_a_divergence_that_rounding_made_negative_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem()
+    first = given.targets[0].name
+
+    def rounded(model: Any, alone: Any, *args: Any) -> dict[str, float]:
+        return {name: -1e-12 if name == first else 1.0 for name in alone}
+
+    monkeypatch.setattr(calibrated, "losses_of_replacements", rounded)
+    scales = calibrated._scales(given, given.spectra(), examples(4))
+    assert scales.pop(first) == 0.0
+    assert min(scales.values()) > 0
+
+
 def test_predictions_that_are_not_finite_are_an_error() -> None:
     case = problem()
     with torch.no_grad():

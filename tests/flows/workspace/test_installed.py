@@ -23,7 +23,7 @@ from transformers import T5Config
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.engine.stages import GIT_PLACES
+from flows.environment.git_variables import GIT_VARIABLES
 from flows.workspace import init as new_workspace
 from flows.workspace import installation, worktrees
 from flows.workspace.init import InitError, InitOptions
@@ -57,7 +57,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with somebody's model and rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(worktrees, "dvc", lambda folder, *words: call(folder, "dvc", *words))  # without its imports
-    for name in GIT_PLACES:
+    for name in GIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     write_base(Path("my-model"))
     reviews().rename(columns={"text": "body", "label": "stars"}).to_csv("reviews.csv", index=False)
