@@ -49,7 +49,8 @@ def expand(config: Any, model: nn.Module, matches: Callable[[Any, str], Any]) ->
     every.target_modules = {*low_rank}
     excluded = tuple(f"{name}." for name in low_rank if not matches(every, name))
     meant = [name for name, _ in model.named_modules() if name and matches(config, name)]
-    names = {name for name in meant if name not in low_rank and not name.startswith(excluded)}
+    others = {name for name, module in model.named_modules() if isinstance(module, LowRankLayer | PlainLinear)}
+    names = {name for name in meant if name not in others and not name.startswith(excluded)}
     layers = {name: low_rank[name] for name in meant if name in low_rank}
     if layers and getattr(config, "inference_mode", False):  # a config that is saved names the factors
         raise ValueError(

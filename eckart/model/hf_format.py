@@ -51,7 +51,7 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
-from eckart.model.incoming import check_saved_weights, forget_gguf
+from eckart.model.incoming import check_saved_weights, check_unadapted, forget_gguf
 from eckart.model.layers import (
     LowRankEmbedding,
     LowRankLayer,
@@ -401,11 +401,12 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
-        ValueError: a factor is quantized in place, or computed from other tensors, such as a mask, so the folder could
-            not be loaded.
+        ValueError: a layer has an adapter, or a factor is quantized in place, or computed from other tensors, such as
+            a mask, so the folder could not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
+    check_unadapted(model)
     # not in save_pretrained, which also writes the checkpoints of a training with such factors
     for name, layer in model.named_modules():
         if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):

@@ -1,4 +1,4 @@
-"""Checks of models: before compression, that they are neither quantized nor adapted; before saving, of quantization."""
+"""Checks of models, before compression and before saving: that no other tool has quantized or adapted them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,43 @@ def check_base(model: PreTrainedModel) -> None:
         check_unquantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"the model has adapters, and save_pretrained would write only these: {MERGE_FIRST}")
+    if (name := _adapted(model)) is not None:
+        raise ValueError(f"{name} has an adapter, which would be compressed as a layer: {MERGE_FIRST}")
     for name, part in (*model.named_modules(), *model.named_parameters()):
-        if type(part).__module__.startswith("peft."):
-            raise ValueError(f"{name} has an adapter, which would be compressed as a layer: {MERGE_FIRST}")
         if tool := _quantizing(part):
             raise ValueError(_quantized(tool, f"{name} is"))
 
 
-def check_saved_weights(model: PreTrainedModel) -> None:
-    """Check that no tool has quantized weights of a compressed model in place, since no folder of it could be loaded.
+def check_unadapted(model: nn.Module) -> None:
+    """Check that no module of `model` has an adapter of peft, since no folder with its parts could be loaded.
 
-    Weights that a tool trains before it quantizes them are plain, and are saved.
+    Raises:
+        ValueError: a module has; the message says what to do.
+    """
+    if (name := _adapted(model)) is not None:
+        raise ValueError(
+            f"{name or 'the model'} has an adapter, and a folder with its parts could not be loaded: write the adapter "
+            "with save_pretrained (the PeftModel's, if there is one), or save what merge_and_unload() returns"
+        )
+
+
+def _adapted(model: nn.Module) -> str | None:
+    """Return the name of the first module or parameter of `model` that peft has replaced, or None."""
+    parts = (*model.named_modules(), *model.named_parameters())
+    return next((name for name, part in parts if type(part).__module__.startswith("peft.")), None)
+
+
+def check_saved_weights(model: PreTrainedModel) -> None:
+    """Check that no tool has adapted or quantized a compressed model in place, since no folder of it could be loaded.
+
+    Weights that a tool trains before it quantizes them are plain, and are saved. Of a model to which transformers
+    itself has added an adapter, it saves the adapter alone.
 
     Raises:
         ValueError: a tool has; the message says what to do.
     """
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        check_unadapted(model)
     if _value(getattr(model.config, "quantization_config", None), "quantization") is not None:
         return  # transformers quantized it at load, and the config says so
     for name, part in (*model.named_modules(), *model.named_parameters()):

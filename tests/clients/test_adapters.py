@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 
 import eckart
 from eckart.model.hf_format import save
-from eckart.model.layers import factorized, merge
+from eckart.model.layers import PlainLinear, factorized, merge
 from tests import tiny
-from tests.clients.conftest import distance, logits, small
+from tests.clients.conftest import BATCH, distance, logits, small
 
 peft = pytest.importorskip("peft")
 HEAD = "classifier"
@@ -84,6 +84,31 @@ def test_all_linear_adapts_factors_and_dense_layers() -> None:
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = [module for module in adapted.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     assert len(found) == len(linear)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["left", "right"], r".*\.(left|right)"])
+def test_left_factors_of_rank_1_have_no_adapter(targets: Any) -> None:
+    """For experts, peft takes "all-linear" for the ends of names, which left factors of rank 1 have, too."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "hidden_act": "silu"}
+    model = tiny.of("MixtralForCausalLM", **tiny.LAYERS, **tiny.LENGTH, **sizes)()
+    labeled = {**BATCH, "labels": BATCH["input_ids"]}
+    compressed, _ = eckart.compress(model, [labeled], keep=0.5, recipe="anchored")
+    plain = [name for name, module in compressed.named_modules() if isinstance(module, PlainLinear)]
+    adapted = peft.get_peft_model(compressed, peft.LoraConfig(target_modules=targets))
+    assert plain
+    for name in plain:
+        assert isinstance(adapted.get_submodule(f"base_model.model.{name}"), PlainLinear)
+        assert f"base_model.model.{name.removesuffix('left')}right.lora_A.default.weight" in adapted.state_dict()
+
+
+def test_a_model_with_an_adapter_is_not_saved_whole(tmp_path: Path) -> None:
+    model = small()
+    adapted = peft.get_peft_model(model, config("LoRA by name"))
+    for given in (adapted, model):
+        with pytest.raises(ValueError, match="has an adapter"):
+            eckart.save(given, tmp_path / "folder")
+    eckart.save(adapted.merge_and_unload(), tmp_path / "folder")
+    assert factorized(eckart.load(tmp_path / "folder")) == factorized(model)
 
 
 def adapted_by(made: Any, model: PreTrainedModel) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GgufConfig, GPTQConfig, PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
 import eckart
+from eckart.model.hf_format import save
 from eckart.model.incoming import check_unquantized, forget_gguf
 from tests import tiny
 
@@ -102,6 +103,19 @@ def test_weights_that_were_quantized_in_place_are_not_saved(tmp_path: Path) -> N
     quantized_weight(layer)
     with pytest.raises(ValueError, match=rf"{QUERY}\.left\.weight was quantized by torchao in place"):
         model.save_pretrained(tmp_path / "folder")
+
+
+def test_a_layer_with_an_adapter_is_not_saved(tmp_path: Path) -> None:
+    """The folder would have names of peft in place of the weights'."""
+    model = with_query(adapted)
+    with pytest.raises(ValueError, match=rf"{QUERY} has an adapter.*save_pretrained.*merge_and_unload"):
+        save(model, tmp_path / "dense")
+    compressed = tiny.factorize(tiny.bert(), tiny.collate(tiny.samples(4)), lambda _: 2)
+    compressed.set_submodule(f"{QUERY}.left", adapted(nn.Linear(1, 1)))
+    for write in (save, lambda given, folder: given.save_pretrained(folder)):
+        with pytest.raises(ValueError, match=rf"{QUERY}\.left has an adapter"):
+            write(compressed, tmp_path / "compressed")
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 def test_adapters_of_transformers_are_refused() -> None:
