@@ -19,9 +19,10 @@ from flows.engine import supervisor
 from flows.engine.run_options import SEED_FOLDER, Options
 from flows.engine.stage_processes import terminable
 from flows.environment.git_variables import environment_without_git
+from flows.environment.workspaces import WORKSPACES
 from flows.tracking import database
 from flows.workspace import worktrees
-from flows.workspace.worktrees import WORKSPACES, Sources, WorkspaceError
+from flows.workspace.worktrees import Sources, WorkspaceError
 from tasks.config.schema import PARAMS
 from tasks.multi_seed import seeds_table, trials
 from tasks.multi_seed.study_file import StudyFile
@@ -107,8 +108,8 @@ def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.locked(folder) as lock:
         prepare(study, seed, start)
-        tracking = _tracking(study.params["study"]["name"])
-        stores = {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_REGISTRY_URI": database.registry_address()}
+        # absolute: a path in the environment may be relative to the main workspace
+        stores = {"MLFLOW_TRACKING_URI": database.address(), "MLFLOW_REGISTRY_URI": database.registry_address()}
         environment = environment_without_git() | stores | {SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.
         process = subprocess.Popen(
@@ -141,25 +142,6 @@ def prepare(study: StudyFile, seed: int, start: Sources) -> Path:
         file.write(comment)
         yaml.dump(dict(study.content(seed)), file)
     return folder
-
-
-def _tracking(experiment: str) -> str:
-    """Return the address of MLflow for a seed's run.
-
-    If it is the main workspace's own database, first create the experiment there unless it exists.
-    """
-    if not database.is_local():
-        return database.address()
-    from mlflow import MlflowClient  # slow imports
-
-    from flows.tracking import mirror
-
-    database.check()
-    try:
-        mirror.experiment(MlflowClient(database.address()), experiment)
-    except Exception as error:  # whatever fails in MLflow must not stop the study
-        log.warning("MLflow cannot be used: %s", error)
-    return database.address()
 
 
 def draw(folder: Path, studies: Sequence[StudyFile], results: Mapping[str | None, pd.DataFrame]) -> None:

@@ -5,19 +5,32 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
+import httpx
 from prefect._vendor.croniter import croniter  # as in Prefect's server, whose public API for this is async only
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, StateType
 from prefect.events import DeploymentEventTrigger
+from prefect.exceptions import ObjectNotFound
 from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
+from prefect.states import Cancelled, State
 
 from flows.display.progress import roughly
 from flows.engine.run_options import Options
@@ -68,7 +81,8 @@ def serve(
     logging.getLogger("prefect.runner").addFilter(_is_not_waiting)
     due = partial(next_run, cron, timezone)
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
-    with terminable():
+    with terminable(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine 'Runner.astop'")  # of Prefect's own handler of SIGTERM
         while True:
             with prefect_server() as address:
                 if _serve_until_lost(name, deployment, set_up, due, address):
@@ -89,7 +103,7 @@ def _serve_until_lost(
     lost = False
     try:
         deployment_owner.check_name(name)
-        with deployment_owner.held(name):
+        with deployment_owner.held(name), _paused_afterwards(name, address):
             set_up()
             print(_announcement(name, due, address), flush=True)
             study.serve(
@@ -118,6 +132,34 @@ def _serve_until_lost(
         if not lost:
             _end_runs()  # before Prefect's server, which they need
     return not lost
+
+
+@contextmanager
+def _paused_afterwards(name: str, address: str) -> Iterator[None]:
+    """After the block, pause the deployment and cancel its runs that have not begun, unless the server was lost.
+
+    Prefect's runner does so, too, but not if SIGTERM comes while it starts a run.
+    """
+    try:
+        yield
+    finally:
+        with suppress(ObjectNotFound):  # the block has not made it
+            if answers(f"{address.rstrip('/')}/health"):
+                _pause(name)
+
+
+def _pause(name: str) -> None:
+    try:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name(f"study/{name}").id
+            client.pause_deployment(deployment)
+            canceled: State[Any] = Cancelled(message="`eckart serve` ended before this run began.")
+            of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+            waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))
+            for run in client.read_flow_runs(deployment_filter=of_deployment, flow_run_filter=waiting):
+                client.set_flow_run_state(run.id, canceled, force=True)
+    except httpx.HTTPError as error:
+        log.warning("study/%s cannot be paused, so its next runs will be late: %s", name, redact(str(error)))
 
 
 def _end_runs() -> None:

@@ -20,11 +20,12 @@ from dvc.lock import LockError
 from dvc.repo import Repo
 
 from flows.engine import cached_objects, locks, orphaned_processes, stages
+from flows.environment.workspaces import WORKSPACES
 from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, kind
 from flows.gc.saved_logits import kind_of_logits
 from flows.workspace import reproduce, worktrees
-from flows.workspace.worktrees import WORKSPACES, WorkspaceError
+from flows.workspace.worktrees import WorkspaceError
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         present = [folder for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()]
         if unknown := [folder for folder in present if folder.resolve() not in (*known, *reproduced)]:
             raise CannotCollect(worktrees.not_ours(unknown))
-        others = [folder for folder in known if folder not in scratch]
+        others = [folder for folder in (*known, *_experiments()) if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
         in_mlflow, tracked = stack.enter_context(mlflow_records.look(runs))
@@ -82,6 +83,12 @@ def _worktrees() -> list[Path]:
     entries = [entry.splitlines() for entry in worktrees.git(Path(), "worktree", "list", "--porcelain").split("\n\n")]
     folders = [Path(entry[0].removeprefix("worktree ")) for entry in entries if entry and "bare" not in entry]
     return [folder.resolve() for folder in folders if folder.exists() and folder.resolve() != Path.cwd().resolve()]
+
+
+def _experiments() -> list[Path]:
+    """Return the workspaces of `dvc exp run --temp` and of DVC's queue, clones that share the cache."""
+    parent = Path(".dvc/tmp/exps").resolve()
+    return [found.parent for pattern in ("*/.dvc", "standalone/*/.dvc") for found in parent.glob(pattern)]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:

@@ -395,7 +395,7 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
 def experiment(client: MlflowClient, study: str) -> str:
     """Return the id of the study's experiment in MLflow; create it if needed.
 
-    If the store is a file in the workspace, a new experiment stores its artifacts in the workspace, too.
+    If the store is the file in the main workspace, a new experiment stores its artifacts there, too.
 
     Raises:
         EckartError: the experiment is in MLflow's trash.
@@ -408,7 +408,7 @@ def experiment(client: MlflowClient, study: str) -> str:
             )
         return existing.experiment_id
     try:
-        return client.create_experiment(study, database.ARTIFACTS.resolve().as_uri() if database.is_local() else None)
+        return client.create_experiment(study, database.artifacts().resolve().as_uri() if database.is_local() else None)
     except MlflowException:
         if existing := client.get_experiment_by_name(study):  # another study run has just created it
             return existing.experiment_id

@@ -24,8 +24,9 @@ from ruamel.yaml.error import YAMLError
 from flows.engine import cached_objects, dvc_transport, locks, orphaned_processes, stage_processes, stages
 from flows.engine.lock_file import LOCK, digests
 from flows.environment.git_variables import GIT_VARIABLES
+from flows.environment.workspaces import WORKSPACES
 from flows.workspace import worktrees
-from flows.workspace.worktrees import CARRIED, WORKSPACES, WorkspaceError
+from flows.workspace.worktrees import CARRIED, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
 

@@ -26,7 +26,6 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.config.schema import PARAMS
 
-WORKSPACES = Path("workspaces")
 CARRIED = (RAW, BASE)
 """Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))

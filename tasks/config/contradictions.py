@@ -129,7 +129,7 @@ def _meaningless_limits(task: TaskName, typed: Mapping[str, Any], metric: Any) -
     title, promotion, study = METRICS[metric].title, typed["promotion"], typed["study"]
     if promotion and not -1 < promotion.least_gain < 1:
         gain = f"{promotion.least_gain:g}"
-        yield f"promotion.least_gain: is {gain}, too much for a gain of {title}; write a number between -1 and 1"
+        yield f"promotion.least_gain: is {gain}, beyond any gain of {title}; write a number above -1 and below 1"
     drops = {"promotion": promotion.largest_drop} if promotion else {}
     if study:
         drops |= {f"study.goals.{number}": goal.largest_drop for number, goal in enumerate(study.goals)}

@@ -27,7 +27,7 @@ from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Crashed, Failed, Late, Scheduled, State
+from prefect.states import Cancelling, Crashed, Failed, Late, Pending, Running, Scheduled, State
 from typer.testing import CliRunner
 
 from flows import schedule
@@ -324,6 +324,30 @@ def test_a_run_of_another_folder_or_with_a_place_as_its_parameter_is_refused(
 def test_an_invalid_schedule_is_refused(cron: str, timezone: str, named: str) -> None:
     with pytest.raises(schedule.ScheduleError, match=named):
         schedule.serve("nightly", cron, timezone, Options())
+
+
+def test_a_signal_pauses_the_deployment_though_prefects_runner_does_not(
+    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If SIGTERM comes while the runner starts a run, the runner ends at once, and the run is never begun."""
+    monkeypatch.chdir(tmp_path)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("study")
+        runs: list[UUID] = []
+
+        def runner(name: str, tags: list[str], **_: Any) -> None:
+            deployment = client.create_deployment(flow, name, tags=tags)
+            states = (Pending(name="Submitting"), Running())
+            runs.extend(client.create_flow_run_from_deployment(deployment, state=state).id for state in states)
+            sys.exit(0)
+
+        monkeypatch.setattr(schedule.study, "serve", runner)
+        with pytest.raises(SystemExit):
+            schedule.serve("ended", "0 2 * * *", "UTC", Options())
+        assert client.read_deployment_by_name("study/ended").paused
+        begun = [client.read_flow_run(run).state_type for run in runs]
+        assert begun == [StateType.CANCELLED, StateType.RUNNING]
 
 
 def test_runs_end_before_the_server_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

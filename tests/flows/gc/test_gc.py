@@ -12,7 +12,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from flows.engine import cached_objects, stage_processes, stages
+from flows.engine import cached_objects, dvc_transport, stage_processes, stages
+from flows.environment.workspaces import WORKSPACES
 from flows.gc import collect
 from flows.gc.kind import CannotCollect
 from flows.registry import versions
@@ -165,7 +166,7 @@ def test_a_workspace_within_another_repository_is_refused(main: Path) -> None:
 def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> None:
     first = run(1)
     commit(main)
-    folder = worktrees.WORKSPACES / "other-seed0"
+    folder = WORKSPACES / "other-seed0"
     worktrees.follow(folder, worktrees.sources())
     shutil.copy("dvc.lock", folder)
     call(main, "git", "rm", "-q", "--cached", "dvc.lock")
@@ -175,11 +176,11 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
     shutil.copy("dvc.lock", folder)
     run(2)
     for name in ("reproduce-0123456789", "reproduce-1234567890"):
-        worktrees.check_out(worktrees.WORKSPACES / name, "HEAD")
-    with worktrees.locked(worktrees.WORKSPACES / "reproduce-1234567890"):
+        worktrees.check_out(WORKSPACES / name, "HEAD")
+    with worktrees.locked(WORKSPACES / "reproduce-1234567890"):
         assert collected()["other workspaces"] == 1
     assert lacking(first) == []
-    left = {path.name for path in worktrees.WORKSPACES.iterdir() if path.is_dir()}
+    left = {path.name for path in WORKSPACES.iterdir() if path.is_dir()}
     assert left == {"other-seed0", "reproduce-1234567890"}
     call(main, "git", "worktree", "remove", "--force", str(folder))
     collected()
@@ -188,7 +189,7 @@ def test_other_workspaces_keep_their_objects_and_scratch_ones_go(main: Path) -> 
 
 def test_the_workspace_of_a_study_stays_whatever_its_name(main: Path) -> None:
     commit(main)
-    folder = worktrees.WORKSPACES / "reproduce-0123456789-seed0"
+    folder = WORKSPACES / "reproduce-0123456789-seed0"
     worktrees.follow(folder, worktrees.sources())
     assert collected()["other workspaces"] == 0
     assert folder.is_dir()
@@ -199,7 +200,7 @@ def test_git_forgets_the_scratch_worktrees_and_no_others(main: Path, tmp_path: P
     own = tmp_path / "disk/own"
     call(main, "git", "worktree", "add", "-q", "--detach", str(own))
     before = call(main, "git", "worktree", "list")
-    known, locked, unknown = (worktrees.WORKSPACES / f"reproduce-012345678{digit}" for digit in "abc")
+    known, locked, unknown = (WORKSPACES / f"reproduce-012345678{digit}" for digit in "abc")
     for folder in (known, locked):
         worktrees.check_out(folder, "HEAD")
     call(main, "git", "worktree", "lock", str(locked))
@@ -218,14 +219,14 @@ def test_a_worktree_of_a_bare_repository_is_a_workspace(
     call(tmp_path, "git", "clone", "-q", "--bare", str(main), "bare.git")
     call(tmp_path / "bare.git", "git", "worktree", "add", "-q", "--detach", str(tmp_path / "own"))
     monkeypatch.chdir(tmp_path / "own")
-    worktrees.check_out(worktrees.WORKSPACES / "reproduce-0123456789", "HEAD")
+    worktrees.check_out(WORKSPACES / "reproduce-0123456789", "HEAD")
     assert collected()["other workspaces"] == 1
 
 
 def test_settings_that_dvc_cannot_read_are_no_running_study(main: Path) -> None:
     commit(main)
-    worktrees.check_out(worktrees.WORKSPACES / "other-seed0", "HEAD")
-    (worktrees.WORKSPACES / "other-seed0/.dvc/config").write_text("[core\n")
+    worktrees.check_out(WORKSPACES / "other-seed0", "HEAD")
+    (WORKSPACES / "other-seed0/.dvc/config").write_text("[core\n")
     with pytest.raises(CannotCollect, match=r"^DVC cannot use .*other-seed0"):
         collected()
 
@@ -234,16 +235,34 @@ def test_nothing_goes_if_git_does_not_know_a_workspace_such_as_after_a_move(
     main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(main)
-    worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())
+    worktrees.follow(WORKSPACES / "other-seed0", worktrees.sources())
     moved = main.rename(main.with_name("moved"))
     monkeypatch.chdir(moved)
-    for use in (collected, lambda: worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())):
+    for use in (collected, lambda: worktrees.follow(WORKSPACES / "other-seed0", worktrees.sources())):
         with pytest.raises(EckartError, match="git worktree repair") as caught:
             use()
     (command,) = re.findall(r"`(git [^`]*)`", str(caught.value))
     call(moved, *command.split())
     assert collected()["other workspaces"] == 0
-    worktrees.follow(worktrees.WORKSPACES / "other-seed0", worktrees.sources())
+    worktrees.follow(WORKSPACES / "other-seed0", worktrees.sources())
+
+
+def test_the_workspace_of_an_experiment_of_dvc_is_a_workspace(main: Path) -> None:
+    """`dvc exp run --temp` and DVC's queue make clones, which git does not list, and which use this cache."""
+    commit(main)
+    folder = main / ".dvc/tmp/exps/standalone/tmpabc"
+    call(main, "git", "clone", "-q", str(main), str(folder))
+    dvc_transport.share_settings(folder)
+    first = run(1)
+    shutil.copy("dvc.lock", folder)
+    run(2)
+    collected()
+    assert lacking(first) == []
+    stage = {"pid": os.getppid(), "cmd": "dvc exp run"}
+    (folder / ".dvc/tmp").mkdir(exist_ok=True)
+    (folder / ".dvc/tmp/rwlock").write_text(json.dumps({"read": {}, "write": {str(folder / "data/splits"): stage}}))
+    with pytest.raises(CannotCollect, match="tmpabc"):
+        collected()
 
 
 def test_nothing_goes_while_a_stage_runs_or_from_a_cache_of_several_clones(main: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from flows import multi_seed
 from flows.cli import app
 from flows.engine.run_options import Options
 from flows.multi_seed import check_committed, folder_of, prepare
+from flows.tracking import database
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WorkspaceError, carry, sources
 from tasks.multi_seed import seeds_table as summary
@@ -396,3 +397,6 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, monkey
     assert experiment.artifact_location == (root / "mlruns").as_uri()
     assert len(client.search_runs([experiment.experiment_id])) == 4  # a study and a candidate for each seed
     assert not list(root.glob("workspaces/*/ml*"))
+    monkeypatch.chdir(root / "workspaces/two-seed1")  # where `eckart promote` finds the run of the candidate, too
+    assert database.address() == database.registry_address() == f"sqlite:///{root / 'mlflow.db'}"
+    assert database.all_is_local()
