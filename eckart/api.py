@@ -587,7 +587,7 @@ def _objective(
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
     used = loss or _run_without_loss
     problem = model.config.problem_type
-    return Objective(used, used, used, predictions_of(problem), problem != "regression")
+    return Objective(used, used, used, predictions_of(used, problem), problem != "regression")
 
 
 def _run_without_loss(model: Any, batch: Batch) -> Tensor:

@@ -25,14 +25,11 @@ from eckart.calibration.losses import (
     Batch,
     Loss,
     Objective,
-    Predictions,
     batch_size,
     causal_loss,
-    labeled_logits,
     mean_loss_times_batch,
     predictions_of,
     row_of,
-    span_logits,
     span_loss,
     sum_loss,
     sum_of_means,
@@ -71,9 +68,8 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples, short)
-    heads: dict[Loss, Predictions] = {span_loss: span_logits, token_loss: labeled_logits, causal_loss: labeled_logits}
-    predictions = heads.get(loss) or predictions_of(model.config.problem_type)
-    return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
+    problem = model.config.problem_type
+    return Objective(loss, loss, loss, predictions_of(loss, problem), problem != "regression")
 
 
 def _advice(outputs: Any) -> str:

@@ -74,6 +74,12 @@ def labeled_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     return logits[batch["labels"] != IGNORED]
 
 
+def next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Return the logits that predict the labeled tokens, `(labeled tokens, classes)`, of a head for the next token."""
+    logits: Tensor = outputs["logits"]
+    return logits[:, :-1][_next_labels(batch) != IGNORED]
+
+
 def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     """Return the predictions of a multi-label head, which gives each label the probability σ(z) for its logit z.
 
@@ -85,13 +91,33 @@ def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
 
 
-def predictions_of(problem_type: str | None) -> Predictions:
-    """Return the function that gives the predictions of a head with one answer for each example.
+def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
+    """Return the function that gives the predictions that a loss judges.
 
     Args:
+        loss: a loss of this module, or any other. Of a head for tokens with another loss, the predictions at all tokens
+            of the texts count.
         problem_type: entry `problem_type` of the model's config.json.
     """
-    return binary_logits if problem_type == "multi_label_classification" else logits_of
+    heads: dict[Loss, Predictions] = {
+        span_loss: span_logits,
+        token_loss: labeled_logits,
+        causal_loss: next_token_logits,
+    }
+    multi_label = problem_type == "multi_label_classification"
+    return heads.get(loss, binary_logits if multi_label else _logits_without_padding)
+
+
+def _logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Return the logits of any head; those of a head for tokens only where the text is not padding."""
+    if "start_logits" in outputs:
+        return span_logits(outputs, batch)
+    logits, labels = logits_of(outputs, batch), batch.get("labels")
+    if logits.dim() != 3:
+        return logits
+    if "encoder_last_hidden_state" in outputs:  # the attention mask is that of the encoder's tokens
+        return logits.flatten(0, 1) if labels is None else labeled_logits(outputs, batch)
+    return logits[real_tokens(batch, logits)]
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
@@ -244,11 +270,15 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
     The labels are the tokens themselves. Predictions made at padding do not count, such as the prediction of a text's
     first token after padding on the left.
     """
-    labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
-    if mask is not None:
-        labels = labels.masked_fill(mask[:, :-1] == 0, IGNORED)
+    labels = _next_labels(batch)
     inputs = {name: values for name, values in batch.items() if name not in LABELS}  # the model computes no second loss
     return sum_of_means(model(**inputs).logits[:, :-1], labels)
+
+
+def _next_labels(batch: Batch) -> Tensor:
+    """Return the label of the token after each token but the last, `(batch, tokens − 1)`; IGNORED after padding."""
+    labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
+    return labels if mask is None else labels.masked_fill(mask[:, :-1] == 0, IGNORED)
 
 
 def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:

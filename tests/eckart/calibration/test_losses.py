@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, DrawnLoss, expected_losses, logits_of
+from eckart.calibration.losses import (
+    IGNORED,
+    Batch,
+    DrawnLoss,
+    causal_loss,
+    expected_losses,
+    logits_of,
+    mean_loss_times_batch,
+    predictions_of,
+    span_loss,
+    token_loss,
+)
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tasks.nlp_tasks import kind_of
@@ -95,3 +106,51 @@ def test_labels_are_drawn_by_their_probabilities():
         drawn[round(float(DrawnLoss(logits_of, seed)(model, batch).neg().exp()), 3)] += 1
     assert set(drawn) == {0.5, 0.3, 0.2}
     assert all(abs(count / 500 - share) < 0.07 for share, count in drawn.items())
+
+
+def test_predictions_of_a_causal_loss_are_those_that_the_loss_reads():
+    """An answer of one token is predicted at the last token of the prompt."""
+    model = tiny.causal_llama().eval()
+    batch = tiny.collate(SAMPLES, side="left")
+    answers = [(row, place) for row, place in batch["attention_mask"].nonzero().tolist() if (row + place) % 3 == 0]
+    labels = torch.full_like(batch["input_ids"], IGNORED)
+    for row, place in answers:
+        labels[row, place] = batch["input_ids"][row, place]
+    batch = {**batch, "labels": labels}
+    outputs = model(**batch)
+    real = batch["attention_mask"].bool()
+    expected = [outputs.logits[row, place - 1] for row, place in answers if place and real[row, place - 1]]
+    assert 0 < len(expected) < len(answers)
+    torch.testing.assert_close(predictions_of(causal_loss, None)(outputs, batch), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [
+        ("LlamaForCausalLM", causal_loss),
+        ("LlamaForCausalLM", mean_loss_times_batch),
+        ("BertForTokenClassification", token_loss),
+        ("BertForTokenClassification", mean_loss_times_batch),
+        ("BertForQuestionAnswering", span_loss),
+        ("BertForQuestionAnswering", mean_loss_times_batch),
+        ("BertForSequenceClassification", mean_loss_times_batch),
+    ],
+)
+def test_predictions_of_any_loss_do_not_depend_on_padding(family, loss):
+    """So a distance of predictions, which is a mean over them, does not depend on it either."""
+    options = tiny.GROUPED if "Llama" in family else {**tiny.LAYERS, **tiny.LENGTH}
+    model = tiny.of(family, **options, **({"num_labels": 2} if "Question" in family else {}))().eval()
+
+    def predictions(length: int) -> Tensor:
+        batch = dict(tiny.collate(SAMPLES, length))
+        tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+        if "Question" in family:
+            ends = batch.pop("labels").clamp(max=1)
+            batch |= {"start_positions": ends, "end_positions": ends}
+        elif "Sequence" not in family:
+            batch["labels"] = tokens if "Causal" in family else tokens.clamp(max=tiny.LABELS - 1)
+        found = predictions_of(loss, None)(model(**batch), batch)
+        return found.log_softmax(-1).exp().sort(descending=True).values[:, :2]
+
+    with torch.no_grad():
+        torch.testing.assert_close(predictions(0), predictions(20), rtol=1e-4, atol=1e-5)
