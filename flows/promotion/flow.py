@@ -144,9 +144,14 @@ def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Promot
 
 
 def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> PromotionResult | None:
-    if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
+    if not champion or champion.tags.get(versions.CONTENT) != candidate.content or not _answers(champion, candidate):
         return None
     return PromotionResult(f"{candidate.name} is the champion already (version {champion.version})", ())
+
+
+def _answers(version: ModelVersion, candidate: Recorded) -> bool:
+    """Whether a version with the candidate's files answers with the settings of the candidate's task."""
+    return version.tags.get(versions.ANSWERING) == candidate.answering
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> PromotionResult:
@@ -211,6 +216,7 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
     return Recorded(
         name=name,
         content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
+        answering=model_package.answering(load_task(), _pairs()),
         test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=candidate.recovered,
         dense=results.dense.score.metric,
@@ -218,6 +224,11 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
         outcomes=own,
         inputs={path: md5 for path, md5 in read if path.startswith(("data/", "models/"))},
     )
+
+
+def _pairs() -> bool:
+    """Whether each input of the served model is a pair of texts."""
+    return "text_pair" in load_split("test") and kind_of(load_task()).answers_pairs
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:
@@ -231,22 +242,24 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
     """
     experiment = mirror.experiment(models.client, terms.study)
     run = mirror.find(models.client, experiment, mirror.key_of(candidate.outcomes))
-    version = models.with_content(candidate.content)
-    if version and versions.ROLLED_BACK in version.tags and not again:
+    same = models.with_content(candidate.content)
+    version = next((other for other in same if _answers(other, candidate)), None)
+    judged = [version] if version else same
+    if judged and all(versions.ROLLED_BACK in other.tags for other in judged) and not again:
         options = "--again" if models.champion() else "--first --again"
         raise Refused(
-            f"{candidate.name} is version {version.version} of {models.name}, which was "
-            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote {options}` promotes it nevertheless"
+            f"{candidate.name} is version {judged[-1].version} of {models.name}, which was "
+            f"rolled back at {judged[-1].tags[versions.ROLLED_BACK]}: `promote {options}` promotes it nevertheless"
         )
     if not version:
-        pairs = "text_pair" in load_split("test") and kind_of(load_task()).answers_pairs
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
             exported = stage_name("export", candidate.name) in [outcome.stage for outcome in candidate.outcomes]
             onnx = ONNX / candidate.name if exported else None
-            model_package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
+            model_package.save(files, saved, load_task(), _pairs(), terms.batch_size, continuation, onnx)
             lineage = {
+                versions.ANSWERING: candidate.answering,
                 "eckart.study": terms.study,
                 "eckart.candidate": candidate.name,
                 "eckart.run": run or "",

@@ -63,6 +63,8 @@ class Recorded:
     name: str
     content: str
     """DVC's digest of the candidate's folder."""
+    answering: str
+    """Digest of what its answers depend on beside its files."""
     test: str
     """DVC's digest of the test examples."""
     metric: float

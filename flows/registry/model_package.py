@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -66,6 +67,14 @@ def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any
     """Return the settings of `pyfunc_model.Served`, which MLflow stores as `model_config`."""
     answering = {"batch_size": batch_size, "continuation": continuation, "column": None}
     return {"task": task.model_dump(mode="json"), **answering}
+
+
+def answering(task: Task, pairs: bool) -> str:
+    """Return a digest of what answers depend on beside the model's files: the task's settings and Eckart's release."""
+    of_scores = {"metric", "sizes", "seed", "calibration_blocks"}
+    settings = task.model_dump(mode="json", exclude=of_scores)
+    content = {"task": settings, "pairs": pairs, "eckart": eckart.__version__}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def questions(task: Task, pairs: bool) -> Schema:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 
 CONTENT = "dvc.md5"
-"""Tag: DVC's digest of the model's folder. No two versions have the same digest."""
+"""Tag: DVC's digest of the model's folder."""
+ANSWERING = "eckart.answering"
+"""Tag: what `model_package.answering` returns. No two versions have the same CONTENT and the same ANSWERING."""
 PROMOTED_AT = "eckart.promoted_at"
 """Tag: when the version last became the champion, as text. Alphabetical order is order in time."""
 SMOKE = "eckart.smoke"
@@ -192,14 +194,14 @@ class Registry:
         """Return the number of the predecessor of `version`, to which a rollback returns.
 
         It is the version that was the last to be promoted before `version`, of those that were not rolled back. If the
-        smoke test of `version` is pending, all promotions count as earlier.
+        smoke test of `version` is pending, or somebody made it the champion by hand, all promotions count as earlier.
 
         Returns:
-            None if there is no predecessor, or if somebody made `version` the champion by hand, without a date.
+            None if there is no predecessor.
         """
-        pending = version.tags.get(SMOKE) == _PENDING
+        when = "" if version.tags.get(SMOKE) == _PENDING else _when(version)
         promoted = [other for other in self._promoted() if other.version != version.version]
-        earlier = [other for other in promoted if pending or _when(other) < version.tags.get(PROMOTED_AT, "")]
+        earlier = [other for other in promoted if not when or _when(other) < when]
         return str(earlier[-1].version) if earlier else None
 
     def _promoted(self) -> list[ModelVersion]:
@@ -220,10 +222,10 @@ class Registry:
         now = _stamp(datetime.now(UTC))
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
-    def with_content(self, content: str) -> ModelVersion | None:
-        """Return the version whose files have DVC's digest `content`, if there is one."""
+    def with_content(self, content: str) -> list[ModelVersion]:
+        """Return the versions whose files have DVC's digest `content`, the oldest first."""
         versions = self.client.search_model_versions(f"name = '{self.name}' and tags.`{CONTENT}` = '{content}'")
-        return min(versions, key=lambda version: int(version.version), default=None)
+        return sorted(versions, key=lambda version: int(version.version))
 
     def mark(self, number: str, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():
@@ -420,7 +422,12 @@ class Registry:
 
 
 def _when(version: ModelVersion) -> str:
-    return str(version.tags[PROMOTED_AT])
+    """Return when a version became the champion; empty if there is no such tag, or somebody made it another text."""
+    when = str(version.tags.get(PROMOTED_AT, ""))
+    with suppress(ValueError):
+        datetime.fromisoformat(when)
+        return when
+    return ""
 
 
 def _stamp(moment: datetime) -> str:

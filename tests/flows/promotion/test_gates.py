@@ -49,6 +49,7 @@ TERMS = Terms("s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
 CANDIDATE = Recorded(
     name="kfac-0.5",
     content="",
+    answering="",
     test="",
     metric=0.84,
     dense=0.842,

@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import State
 from ruamel.yaml import YAML
 
+import eckart
 from flows import study as study_module
 from flows.engine import nothing_to_do, stage_processes
 from flows.engine import stages as engine
@@ -167,6 +168,9 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
     assert promote(workspace, prefect, again=True).startswith("kfac-0.5 is the champion now: version 2")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
     assert len(versions(workspace)) == 2
+    monkeypatch.setattr(eckart, "__version__", "another")  # so that the same files may answer otherwise
+    assert promote(workspace, prefect).startswith("kfac-0.5 is the champion now: version 3")
+    assert promote(workspace, prefect) == "kfac-0.5 is the champion already (version 3)"
 
 
 def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(

@@ -38,6 +38,7 @@ from flows.registry.versions import (
     RegistryLost,
     connected,
 )
+from tasks.artifacts.generation import Generation
 from tasks.artifacts.task_spec import REFERENCE, REFERENCE_PARTS, SPLITS
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.flows.servers import one_answer
@@ -108,6 +109,34 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
         version = models.version(number)
         assert version.tags[versions.DECISION].startswith(decision)
         assert version.description.endswith(version.tags[versions.DECISION])
+
+
+def test_an_alias_or_a_date_that_was_set_by_hand_does_not_hinder_a_rollback(models: Registry) -> None:
+    promote(models, "1", "2")
+    models.client.set_registered_model_alias("m", CHAMPION, "3")
+    assert models.roll_back() == ("3", "2")
+    models.client.set_model_version_tag("m", "1", versions.PROMOTED_AT, "yesterday")
+    promote(models, "4")
+    assert models.aliases() == {CHAMPION: "4", PREVIOUS: "2"}
+    models.client.set_model_version_tag("m", "4", versions.PROMOTED_AT, "today")
+    assert models.roll_back() == ("4", "2")
+    assert models.roll_back() == ("2", "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        ({"max_length": 32}, True),
+        ({"generation": Generation(beams=4)}, True),
+        ({"prefix": "summarize: "}, True),
+        ({"sizes": {}, "seed": 7}, False),
+    ],
+)
+def test_a_version_is_another_one_if_it_would_answer_otherwise(change: dict[str, Any], counts: bool) -> None:
+    task = a_task("summarization", (), "rougeL")
+    other = task.model_copy(update=change)
+    assert (model_package.answering(task, pairs=False) != model_package.answering(other, pairs=False)) == counts
+    assert model_package.answering(task, pairs=True) != model_package.answering(task, pairs=False)
 
 
 def test_a_champion_that_was_deleted_leaves_the_one_before_to_go_back_to(
