@@ -293,7 +293,7 @@ def unconfirmed() -> str:
     ars = [("ars-glue", f"{name.partition(',')[0]}, keep 0.48", task) for task, name in ARS_TASKS.items()]
     ars.append(("ars-glue-short", "STS-B, keep 0.48, short search, three seeds", "stsb-short"))
     ars.append(("ars-glue-mrpc", "MRPC, keep 0.48, again", "mrpc-ablations"))
-    ars.append(("ars-glue-mrpc-seeds", "MRPC, keep 0.48, two seeds", "mrpc-ablations"))
+    ars.append(("ars-glue-mrpc-seeds", "MRPC, keep 0.48, three seeds", "mrpc-ablations"))
     ars.append(("ars-glue-cola", "CoLA, keep 0.48, three seeds", "cola-ablations"))
     runs = [
         *(("fair-reviews", "reviews", None, 0.33, claim) for claim in _CLAIMED),
