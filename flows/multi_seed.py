@@ -108,7 +108,7 @@ def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.locked(folder) as lock:
         prepare(study, seed, start)
-        # absolute: a path in the environment may be relative to the main workspace
+        # absolute, since MLflow takes a path in the environment for one in the seed's folder
         stores = {"MLFLOW_TRACKING_URI": database.address(), "MLFLOW_REGISTRY_URI": database.registry_address()}
         environment = environment_without_git() | stores | {SEED_FOLDER: str(folder)}
         # The new process inherits the lock, so the workspace stays locked even if this process is killed.

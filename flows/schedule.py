@@ -143,21 +143,24 @@ def _paused_afterwards(name: str, address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ObjectNotFound):  # the block has not made it
-            if answers(f"{address.rstrip('/')}/health"):
-                _pause(name)
+        if answers(f"{address.rstrip('/')}/health"):
+            _pause(name)
 
 
 def _pause(name: str) -> None:
     try:
         with get_client(sync_client=True) as client:
-            deployment = client.read_deployment_by_name(f"study/{name}").id
+            try:
+                deployment = client.read_deployment_by_name(f"study/{name}").id
+            except ObjectNotFound:  # it was never made
+                return
             client.pause_deployment(deployment)
             canceled: State[Any] = Cancelled(message="`eckart serve` ended before this run began.")
             of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
             waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))
             for run in client.read_flow_runs(deployment_filter=of_deployment, flow_run_filter=waiting):
-                client.set_flow_run_state(run.id, canceled, force=True)
+                with suppress(ObjectNotFound):  # somebody has deleted it
+                    client.set_flow_run_state(run.id, canceled, force=True)
     except httpx.HTTPError as error:
         log.warning("study/%s cannot be paused, so its next runs will be late: %s", name, redact(str(error)))
 

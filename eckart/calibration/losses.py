@@ -99,25 +99,25 @@ def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
             of the texts count.
         problem_type: entry `problem_type` of the model's config.json.
     """
-    heads: dict[Loss, Predictions] = {
-        span_loss: span_logits,
-        token_loss: labeled_logits,
-        causal_loss: next_token_logits,
-    }
-    multi_label = problem_type == "multi_label_classification"
-    return heads.get(loss, binary_logits if multi_label else _logits_without_padding)
+    heads = ((span_loss, span_logits), (token_loss, labeled_logits), (causal_loss, next_token_logits))
+    others = binary_logits if problem_type == "multi_label_classification" else _logits_without_padding
+    return next((predictions for known, predictions in heads if loss is known), others)
 
 
 def _logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
     """Return the logits of any head; those of a head for tokens only where the text is not padding."""
     if "start_logits" in outputs:
         return span_logits(outputs, batch)
-    logits, labels = logits_of(outputs, batch), batch.get("labels")
+    logits = logits_of(outputs, batch)
     if logits.dim() != 3:
         return logits
-    if "encoder_last_hidden_state" in outputs:  # the attention mask is that of the encoder's tokens
-        return logits.flatten(0, 1) if labels is None else labeled_logits(outputs, batch)
-    return logits[real_tokens(batch, logits)]
+    if "encoder_last_hidden_state" in outputs:  # `attention_mask` is about the encoder's tokens
+        masks = [batch.get("decoder_attention_mask"), batch["labels"] != IGNORED if "labels" in batch else None]
+    else:
+        masks = [batch.get("attention_mask")]
+    # one of another length is about other tokens, such as those of the text after those of an image
+    mask = next((mask for mask in masks if mask is not None and mask.shape == logits.shape[:2]), None)
+    return logits.flatten(0, 1) if mask is None else logits[mask != 0]
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:

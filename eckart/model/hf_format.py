@@ -406,8 +406,8 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
+    # not in save_pretrained, which also writes the checkpoints of a training with such layers
     check_unadapted(model)
-    # not in save_pretrained, which also writes the checkpoints of a training with such factors
     for name, layer in model.named_modules():
         if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):
             raise ValueError(f"{name}.{computed[0]} {COMPUTED}")

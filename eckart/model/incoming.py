@@ -60,16 +60,13 @@ def _adapted(model: nn.Module) -> str | None:
 
 
 def check_saved_weights(model: PreTrainedModel) -> None:
-    """Check that no tool has adapted or quantized a compressed model in place, since no folder of it could be loaded.
+    """Check that no tool has quantized weights of a compressed model in place, since no folder of it could be loaded.
 
-    Weights that a tool trains before it quantizes them are plain, and are saved. Of a model to which transformers
-    itself has added an adapter, it saves the adapter alone.
+    Weights that a tool trains before it quantizes them are plain, and are saved.
 
     Raises:
         ValueError: a tool has; the message says what to do.
     """
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        check_unadapted(model)
     if _value(getattr(model.config, "quantization_config", None), "quantization") is not None:
         return  # transformers quantized it at load, and the config says so
     for name, part in (*model.named_modules(), *model.named_parameters()):

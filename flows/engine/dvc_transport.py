@@ -164,21 +164,23 @@ def push() -> set[str]:
         repo.push(run_cache=True)
         # force: without a question about what is missing
         used = {out: out.get_used_objs(push=True, force=True) for out in repo.index.outs if _is_pushed(out)}
-        by_remote = {None: set(of_runs)}  # None: the default remote
-        for objects in used.values():
+        default = None, None
+        by_remote = {default: set(of_runs)}  # by name, too, since DVC takes two hosts with the same path for equal
+        for out, objects in used.items():
             for odb, infos in objects.items():
-                by_remote.setdefault(odb, set()).update(infos)
-        lacking = {odb: _push_all(repo, infos, odb) for odb, infos in by_remote.items()}
+                by_remote.setdefault((out.remote, odb), set()).update(infos)
+        lacking = {(name, odb): _push_all(repo, infos, odb) for (name, odb), infos in by_remote.items()}
         if absent := [
             str(out)
             for out, objects in used.items()
-            if not objects or any(info.value in lacking[odb] for odb, infos in objects.items() for info in infos)
+            if not objects
+            or any(info.value in lacking[out.remote, odb] for odb, infos in objects.items() for info in infos)
         ]:
             raise TransportFailed(
                 f"neither the cache nor the remote has {', '.join(absent)}, which {lock_file.LOCK} or a .dvc file "
                 "names: push from where it was made, or make it again with `eckart run`"
             )
-        return lacking[None]
+        return lacking[default]
 
 
 def _is_pushed(out: Output) -> bool:

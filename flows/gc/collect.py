@@ -62,13 +62,13 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         present = [folder for folder in WORKSPACES.glob("*/") if (folder / ".git").exists()]
         if unknown := [folder for folder in present if folder.resolve() not in (*known, *reproduced)]:
             raise CannotCollect(worktrees.not_ours(unknown))
-        others = [folder for folder in (*known, *_experiments()) if folder not in scratch]
+        others = [folder for folder in (*known, *_experiments(known)) if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
         in_mlflow, tracked = stack.enter_context(mlflow_records.look(runs))
-        digests = in_mlflow.union(
-            referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
-        )
+        # history last: an experiment that ends meanwhile has its commit before its workspace goes
+        in_workspaces = set[str]().union(*map(referenced_digests.in_workspace, (Path.cwd(), *others)))
+        digests = in_mlflow | in_workspaces | referenced_digests.in_history(commits)
         workspaces = [folder for folder in (*others, *scratch) if folder.parent == WORKSPACES.resolve()]
         yield [
             kind("other workspaces", workspaces, scratch, partial(_remove, scratch)),
@@ -85,10 +85,11 @@ def _worktrees() -> list[Path]:
     return [folder.resolve() for folder in folders if folder.exists() and folder.resolve() != Path.cwd().resolve()]
 
 
-def _experiments() -> list[Path]:
+def _experiments(others: Iterable[Path]) -> list[Path]:
     """Return the workspaces of `dvc exp run --temp` and of DVC's queue, clones that share the cache."""
-    parent = Path(".dvc/tmp/exps").resolve()
-    return [found.parent for pattern in ("*/.dvc", "standalone/*/.dvc") for found in parent.glob(pattern)]
+    parents = [folder / ".dvc/tmp/exps" for folder in (Path.cwd(), *others)]
+    patterns = "*/.dvc", "standalone/*/.dvc"
+    return [found.parent for parent in parents for pattern in patterns for found in parent.glob(pattern)]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:
@@ -113,7 +114,7 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
         except LockError as error:
             raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
         except DvcException as error:
-            raise CannotCollect(f"DVC cannot use {folder}: repair it, or remove the worktree ({error})") from error
+            raise CannotCollect(f"DVC cannot use {folder}: repair or remove it ({error})") from error
         yield
 
 

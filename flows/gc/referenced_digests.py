@@ -24,7 +24,12 @@ def in_text(text: str) -> set[str]:
 
 
 def in_workspace(folder: Path) -> set[str]:
-    """Return the digests in a workspace's dvc.lock, in damaged copies of it, and in .dvc files, committed or not."""
+    """Return the digests in a workspace's dvc.lock, in damaged copies of it, and in .dvc files, committed or not.
+
+    There are none if the folder has gone, as that of an experiment of DVC does at its end.
+    """
+    if not folder.exists():
+        return set()
     names = worktrees.git(folder, "ls-files", "-z", "--cached", "--others", "--", f"{LOCK}*", "*.dvc")
     texts = [(folder / name).read_text(errors="replace") for name in names.split("\0") if (folder / name).is_file()]
     return set().union(*map(in_text, texts))

@@ -31,7 +31,7 @@ from flows.workspace import deployment_owner
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import FIGURES_STAGE, candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
-from tasks.artifacts.task_spec import load_split, load_task
+from tasks.artifacts.task_spec import columns_of, load_task
 from tasks.config import validation
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
@@ -151,7 +151,7 @@ def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Pro
 
 def _answers(version: ModelVersion, candidate: Recorded) -> bool:
     """Whether a version with the candidate's files answers with the settings of the candidate's task."""
-    return version.tags.get(versions.ANSWERING) == candidate.answering
+    return version.tags.get(versions.ANSWERING) == model_package.answering(candidate.task, candidate.pairs)
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> PromotionResult:
@@ -216,7 +216,8 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
     return Recorded(
         name=name,
         content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
-        answering=model_package.answering(load_task(), _pairs()),
+        task=(task := load_task()),
+        pairs=kind_of(task).answers_pairs and "text_pair" in columns_of("test"),
         test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=candidate.recovered,
         dense=results.dense.score.metric,
@@ -224,11 +225,6 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
         outcomes=own,
         inputs={path: md5 for path, md5 in read if path.startswith(("data/", "models/"))},
     )
-
-
-def _pairs() -> bool:
-    """Whether each input of the served model is a pair of texts."""
-    return "text_pair" in load_split("test") and kind_of(load_task()).answers_pairs
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:
@@ -244,12 +240,12 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
     run = mirror.find(models.client, experiment, mirror.key_of(candidate.outcomes))
     same = models.with_content(candidate.content)
     version = next((other for other in same if _answers(other, candidate)), None)
-    judged = [version] if version else same
-    if judged and all(versions.ROLLED_BACK in other.tags for other in judged) and not again:
+    last = version or next(reversed(same), None)
+    if last and versions.ROLLED_BACK in last.tags and not again:
         options = "--again" if models.champion() else "--first --again"
         raise Refused(
-            f"{candidate.name} is version {judged[-1].version} of {models.name}, which was "
-            f"rolled back at {judged[-1].tags[versions.ROLLED_BACK]}: `promote {options}` promotes it nevertheless"
+            f"{candidate.name} is version {last.version} of {models.name}, which was "
+            f"rolled back at {last.tags[versions.ROLLED_BACK]}: `promote {options}` promotes it nevertheless"
         )
     if not version:
         with tempfile.TemporaryDirectory() as folder:
@@ -257,9 +253,9 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
             exported = stage_name("export", candidate.name) in [outcome.stage for outcome in candidate.outcomes]
             onnx = ONNX / candidate.name if exported else None
-            model_package.save(files, saved, load_task(), _pairs(), terms.batch_size, continuation, onnx)
+            model_package.save(files, saved, candidate.task, candidate.pairs, terms.batch_size, continuation, onnx)
             lineage = {
-                versions.ANSWERING: candidate.answering,
+                versions.ANSWERING: model_package.answering(candidate.task, candidate.pairs),
                 "eckart.study": terms.study,
                 "eckart.candidate": candidate.name,
                 "eckart.run": run or "",
@@ -285,7 +281,7 @@ def gate(
     with tempfile.TemporaryDirectory() as folder:
         files = models.fetch(version, Path(folder) / "challenger")
         theirs = None
-        if champion:
+        if champion and champion.tags.get(versions.CONTENT) != candidate.content:  # with other settings, it has no gain
             place, label = models.fetch(str(champion.version), Path(folder) / "champion"), f"version {champion.version}"
             if champion.tags.get(_TEST) != candidate.test:
                 label += ", which was tested on other examples and may have been trained on some of these"

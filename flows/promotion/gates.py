@@ -63,8 +63,9 @@ class Recorded:
     name: str
     content: str
     """DVC's digest of the candidate's folder."""
-    answering: str
-    """Digest of what its answers depend on beside its files."""
+    task: Task
+    pairs: bool
+    """Whether each input of the served model is a pair of texts."""
     test: str
     """DVC's digest of the test examples."""
     metric: float

@@ -70,7 +70,10 @@ def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any
 
 
 def answering(task: Task, pairs: bool) -> str:
-    """Return a digest of what answers depend on beside the model's files: the task's settings and Eckart's release."""
+    """Return a digest of what answers depend on beside the model's files: the task's settings and Eckart's release.
+
+    Not of `promotion.continuation`: a version keeps the number with which it was registered.
+    """
     of_scores = {"metric", "sizes", "seed", "calibration_blocks"}
     settings = task.model_dump(mode="json", exclude=of_scores)
     content = {"task": settings, "pairs": pairs, "eckart": eckart.__version__}

@@ -81,7 +81,7 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
 def connected(name: str, first: bool = False) -> Iterator[Registry]:
     """Open the registry for the model `name`. Other promotions of this model wait while the block runs.
 
-    The environment names the registry; by default it is in the working directory. With PostgreSQL, promotions on all
+    The environment names the registry; by default it is in the main workspace. With PostgreSQL, promotions on all
     machines take turns, otherwise those on this machine (flows/registry/promotion_lock.py).
 
     Args:
@@ -404,7 +404,7 @@ class Registry:
         """Update the aliases `previous` and `challenger` to match the champion."""
         if not (champion := self.champion()):
             return
-        if PROMOTED_AT in champion.tags:  # if not, the alias was set by hand, or the smoke test is pending
+        if champion.tags.get(SMOKE) != _PENDING:
             if before := self.before(champion):
                 self.client.set_registered_model_alias(self.name, PREVIOUS, before)
             else:

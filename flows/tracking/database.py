@@ -67,11 +67,11 @@ def _own() -> str:
 
 
 def _absolute(url: str) -> str:
-    """Return the URL of a store; that of an SQLite file gets an absolute path.
+    """Return the URL of a store; that of an SQLite file gets an absolute path. It is relative to the main workspace.
 
-    All spellings of one file must give the same URL, in each folder: locks are named after it, and seeds inherit it.
+    All spellings of one file must give the same URL, in each folder: locks are named after it.
     """
-    return f"{SQLITE}{Path(url.removeprefix(SQLITE)).resolve()}" if url.startswith(SQLITE) else url
+    return f"{SQLITE}{(main_workspace() / url.removeprefix(SQLITE)).resolve()}" if url.startswith(SQLITE) else url
 
 
 def message_of(error: Exception) -> str:
@@ -97,9 +97,9 @@ def check() -> str:
     path = file()
     if not is_local() or not path.exists() or not (cause := _damage()):
         return ""
-    held = path.with_name(".eckart") / "mlflow.lock"
-    held.parent.mkdir(exist_ok=True)
-    with held.open("w") as lock:
+    lock_file = path.with_name(".eckart") / "mlflow.lock"
+    lock_file.parent.mkdir(exist_ok=True)
+    with lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path.exists() and _damage()):  # another process has renamed it, and there may be a new file
             return ""
@@ -123,7 +123,7 @@ def damaged() -> list[Path]:
 
 
 def _refuse_other_places() -> None:
-    """Raise an EckartError if MLflow would write outside of this workspace: its URLs and stored paths are absolute.
+    """Raise an EckartError if MLflow would write outside of the main workspace: its URLs and stored paths are absolute.
 
     A copy of a workspace would write into the original and remove files there, and a moved one would lose its files.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pandas as pd
+import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from tasks.artifacts.generation import Generation
@@ -73,3 +74,8 @@ def load_texts() -> dict[str, pd.DataFrame]:
 def load_split(name: Split) -> pd.DataFrame:
     """Load a split. It has the columns text, text_pair and label, or those of them that the data have."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")
+
+
+def columns_of(name: Split) -> list[str]:
+    """Return the names of the columns of a split, without its rows."""
+    return list(pq.read_schema(SPLITS / f"{name}.parquet").names)

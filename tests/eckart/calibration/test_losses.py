@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -154,3 +155,21 @@ def test_predictions_of_any_loss_do_not_depend_on_padding(family, loss):
 
     with torch.no_grad():
         torch.testing.assert_close(predictions(0), predictions(20), rtol=1e-4, atol=1e-5)
+
+
+def test_predictions_of_a_loss_of_ones_own_are_at_the_tokens_that_the_logits_are_about():
+    @dataclass
+    class Own:  # which cannot be hashed
+        weight: float = 1.0
+
+        def __call__(self, model, batch: Batch) -> Tensor:
+            return self.weight * model(**batch).loss
+
+    predictions, logits = predictions_of(Own(), None), torch.randn(2, 5, 3)
+    words = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
+    decoded = ModelOutput(logits=logits, encoder_last_hidden_state=torch.zeros(2, 4, 8))
+    source = torch.ones(2, 5)
+    for batch in ({"decoder_attention_mask": words}, {"labels": words.masked_fill(words == 0, IGNORED)}):
+        assert torch.equal(predictions(decoded, {"attention_mask": source, **batch}), logits[words == 1])
+    with_image = {"attention_mask": torch.ones(2, 3)}  # two tokens of an image come before those of the text
+    assert torch.equal(predictions(ModelOutput(logits=logits), with_image), logits.flatten(0, 1))

@@ -49,7 +49,8 @@ TERMS = Terms("s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
 CANDIDATE = Recorded(
     name="kfac-0.5",
     content="",
-    answering="",
+    task=a_task("classification", ("negative", "positive"), "accuracy"),
+    pairs=False,
     test="",
     metric=0.84,
     dense=0.842,

@@ -163,6 +163,27 @@ class TestWorkspaces:
         with pytest.raises(WorkspaceError, match=r"data/raw/own\.csv"):
             prepare(toy(), 2, start)
 
+    @pytest.mark.parametrize("linked", [False, True])
+    def test_its_mlflow_is_that_of_the_main_workspace(
+        self, repository: Path, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+            monkeypatch.delenv(name, raising=False)
+        if linked:
+            (tmp_path / "disk").mkdir()
+            (repository / "workspaces").symlink_to(tmp_path / "disk")
+        folder = prepare(toy(), 0, sources())
+        own = repository.parent / "workspaces/own"  # a worktree of the user's, whose parent looks like a workspace
+        call(repository, "git", "worktree", "add", "-q", "--detach", str(own))
+        for place, main in ((folder, repository), (own, own), (repository, repository)):
+            monkeypatch.chdir(place)
+            assert database.is_local()
+            assert database.address() == f"sqlite:///{main / 'mlflow.db'}"
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+            assert database.address() == f"sqlite:///{main / 'mlflow.db'}"
+            monkeypatch.delenv("MLFLOW_TRACKING_URI")
+            monkeypatch.chdir(repository)
+
     def test_a_folder_that_was_deleted_is_made_again(self, repository: Path) -> None:
         shutil.rmtree(prepare(toy(), 0, sources()))
         assert (prepare(toy(), 0, sources()) / "eckart/svd.py").exists()
