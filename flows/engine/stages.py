@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -39,6 +39,7 @@ from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, reposito
 from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
 from flows.environment.git_variables import environment_without_git
+from tasks.artifacts import atomic_files
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.names import candidate_of, recipe_and_keep
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
 _RESOLVE = "resolve"
+_BEGUN = Path(".eckart/begun")
+"""Folder with a file for each stage that began and has not ended well: a list of its outputs."""
 _KIND = re.compile(r"^  ([\w-]+):", re.MULTILINE)  # name of a stage in dvc.yaml, before any @
 
 
@@ -152,6 +155,9 @@ def _remove_leftovers(repo: Repo) -> None:
         kind, matrix, _ = name.partition("@")
         return bool(matrix) and kind in kinds and name not in names
 
+    for begun in _BEGUN.glob("*"):
+        if is_gone(begun.name):
+            _remove_unfinished(repo, begun, written)
     others = lock_file.outputs_of(is_gone)
     there = {path: digest for path, digest in others.items() if Path(path).exists() and not _is_of(Path(path), written)}
     cache = Path(repo.cache.local_cache_dir)
@@ -175,6 +181,15 @@ def _remove_leftovers(repo: Repo) -> None:
             "comes back with them",
             gone[0],
         )
+
+
+def _remove_unfinished(repo: Repo, begun: Path, written: Collection[Path]) -> None:
+    """Remove what a stage wrote before it failed or was killed; dvc.lock does not have it, and nothing can use it."""
+    outputs = [path for path in map(Path, json.loads(begun.read_text())) if not _is_of(path, written)]
+    with suppress(LockError), locks.if_free(repo, [str(path.absolute()) for path in outputs]):
+        for path in outputs:
+            cached_objects.remove(path)
+        begun.unlink()
 
 
 def _is_of(path: Path, outputs: Iterable[Path]) -> bool:
@@ -274,6 +289,10 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
+        begun = _BEGUN / planned.name
+        if status == "Executed":
+            begun.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write(begun, json.dumps([os.path.relpath(path) for path in planned.writes]))
         executed = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
@@ -283,6 +302,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save(run_cache=False)
                 _discard_corrupt(stage)
                 lock_file.write(stage)  # before the cache, whose disk may be full: the next run stores these outputs
+                begun.unlink(missing_ok=True)
                 _store(stage)
             if status == "Executed":
                 seconds = executed.seconds if isinstance(executed, Outcome) else executed

@@ -186,6 +186,27 @@ def test_what_a_stage_that_is_gone_left_stays_where_it_would_be_lost(workspace: 
         reader.join()
 
 
+def test_what_a_stage_that_failed_has_begun_goes_with_its_recipe(workspace: Path) -> None:
+    """A stage that reads the whole folder would record it as an input, which no clone has."""
+    run_all(workspace)
+    more = PARAMS.replace("[a, b]", "[a, b, c, d]").replace("b: 2", "b: 2, c: 3, d: 4")
+    (workspace / "params.yaml").write_text(more)
+
+    def fails(_: str) -> float:
+        (workspace / "out/c").write_text("half of it\n")
+        raise CommandFailed("no rank", 1)
+
+    with pytest.raises(CommandFailed):
+        engine.run(planned("work@c"), fails)
+    engine.run(planned("work@d"), execute(workspace))
+    engine.plan(clear=True)
+    assert (workspace / "out/c").exists()  # as long as it has a stage
+    (workspace / "params.yaml").write_text(PARAMS)
+    engine.plan(clear=True)
+    assert sorted(path.name for path in (workspace / "out").iterdir()) == ["a", "b"]
+    assert not [*(workspace / ".eckart/begun").iterdir()]
+
+
 def test_what_holds_an_output_of_another_stage_stays(workspace: Path) -> None:
     """As after an update, whose stages write files of a folder that one stage wrote as a whole."""
     whole = PIPELINE.replace('outs: ["out/${item.item}"]', "outs: [out]")
