@@ -152,9 +152,9 @@ def _pause(name: str) -> None:
         with get_client(sync_client=True) as client:
             try:
                 deployment = client.read_deployment_by_name(f"study/{name}").id
-            except ObjectNotFound:  # it was never made
+                client.pause_deployment(deployment)
+            except ObjectNotFound:  # it was never made, or somebody has deleted it
                 return
-            client.pause_deployment(deployment)
             canceled: State[Any] = Cancelled(message="`eckart serve` ended before this run began.")
             of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
             waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))

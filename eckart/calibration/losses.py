@@ -112,7 +112,8 @@ def _logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
     if logits.dim() != 3:
         return logits
     if "encoder_last_hidden_state" in outputs:  # `attention_mask` is about the encoder's tokens
-        masks = [batch.get("decoder_attention_mask"), batch["labels"] != IGNORED if "labels" in batch else None]
+        labels = batch.get("labels")
+        masks = [batch.get("decoder_attention_mask"), None if labels is None else labels != IGNORED]
     else:
         masks = [batch.get("attention_mask")]
     # one of another length is about other tokens, such as those of the text after those of an image

@@ -112,8 +112,8 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
-            for odb, objects in stages[name].get_used_objs(push=True).items():
-                if _push_all(repo, objects, odb):
+            for out in stages[name].outs:
+                if any(_push_all(repo, objects, odb) for odb, objects in out.get_used_objs(push=True).items()):
                     raise TransportFailed("the DVC remote did not accept all files")
         return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
 

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -39,7 +39,6 @@ from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, reposito
 from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
 from flows.environment.git_variables import environment_without_git
-from tasks.artifacts import atomic_files
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.names import candidate_of, recipe_and_keep
@@ -48,8 +47,6 @@ log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
 _RESOLVE = "resolve"
-_BEGUN = Path(".eckart/begun")
-"""Folder with a file for each stage that began and has not ended well: a list of its outputs."""
 _KIND = re.compile(r"^  ([\w-]+):", re.MULTILINE)  # name of a stage in dvc.yaml, before any @
 
 
@@ -155,9 +152,6 @@ def _remove_leftovers(repo: Repo) -> None:
         kind, matrix, _ = name.partition("@")
         return bool(matrix) and kind in kinds and name not in names
 
-    for begun in _BEGUN.glob("*"):
-        if is_gone(begun.name):
-            _remove_unfinished(repo, begun, written)
     others = lock_file.outputs_of(is_gone)
     there = {path: digest for path, digest in others.items() if Path(path).exists() and not _is_of(Path(path), written)}
     cache = Path(repo.cache.local_cache_dir)
@@ -181,15 +175,6 @@ def _remove_leftovers(repo: Repo) -> None:
             "comes back with them",
             gone[0],
         )
-
-
-def _remove_unfinished(repo: Repo, begun: Path, written: Collection[Path]) -> None:
-    """Remove what a stage wrote before it failed or was killed; dvc.lock does not have it, and nothing can use it."""
-    outputs = [path for path in map(Path, json.loads(begun.read_text())) if not _is_of(path, written)]
-    with suppress(LockError), locks.if_free(repo, [str(path.absolute()) for path in outputs]):
-        for path in outputs:
-            cached_objects.remove(path)
-        begun.unlink()
 
 
 def _is_of(path: Path, outputs: Iterable[Path]) -> bool:
@@ -289,10 +274,6 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        begun = _BEGUN / planned.name
-        if status == "Executed":
-            begun.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write(begun, json.dumps([os.path.relpath(path) for path in planned.writes]))
         executed = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
@@ -302,7 +283,6 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save(run_cache=False)
                 _discard_corrupt(stage)
                 lock_file.write(stage)  # before the cache, whose disk may be full: the next run stores these outputs
-                begun.unlink(missing_ok=True)
                 _store(stage)
             if status == "Executed":
                 seconds = executed.seconds if isinstance(executed, Outcome) else executed
@@ -319,7 +299,12 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
     command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
     try:
         return execute(command)
-    except CommandFailed as failure:
+    except BaseException as failure:  # such as Ctrl-C
+        # A stage that reads the whole folder would record what was begun as an input, should the recipe be taken out.
+        with bookkeeping(stage.repo):
+            stage.remove_outs(ignore_remove=False)
+        if not isinstance(failure, CommandFailed):
+            raise
         from tasks.runtime.code_digests import CodeChanged, check_stage  # a slow import
 
         try:

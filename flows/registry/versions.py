@@ -96,9 +96,11 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
     registry = database.registry_address()
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
         # Only now: while another thread had its turn, it was set to that one's.
-        users = os.environ.get("MLFLOW_TRACKING_URI")
-        # The processes in which `ask` loads versions inherit this URI.
+        users, users_registry = os.environ.get("MLFLOW_TRACKING_URI"), os.environ.get("MLFLOW_REGISTRY_URI")
+        # The processes in which `ask` loads versions inherit both.
         mlflow.set_tracking_uri(database.address())
+        if users_registry:  # it may have a path that is relative to the main workspace
+            os.environ["MLFLOW_REGISTRY_URI"] = registry
         try:
             with _explained(Exception):  # many kinds of errors can occur when a database is opened
                 client = MlflowClient()
@@ -109,6 +111,8 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
                 yield models
         finally:
             mlflow.set_tracking_uri(users)  # type: ignore[arg-type]  # None unsets it
+            if users_registry:
+                os.environ["MLFLOW_REGISTRY_URI"] = users_registry
 
 
 def _place() -> str:

@@ -186,25 +186,19 @@ def test_what_a_stage_that_is_gone_left_stays_where_it_would_be_lost(workspace: 
         reader.join()
 
 
-def test_what_a_stage_that_failed_has_begun_goes_with_its_recipe(workspace: Path) -> None:
-    """A stage that reads the whole folder would record it as an input, which no clone has."""
-    run_all(workspace)
-    more = PARAMS.replace("[a, b]", "[a, b, c, d]").replace("b: 2", "b: 2, c: 3, d: 4")
-    (workspace / "params.yaml").write_text(more)
+@pytest.mark.parametrize("failure", [CommandFailed("no rank", 1), KeyboardInterrupt()])
+def test_what_a_stage_that_failed_has_begun_goes(workspace: Path, failure: BaseException) -> None:
+    """A stage that reads the whole folder would record it as an input, should the recipe be taken out."""
 
     def fails(_: str) -> float:
-        (workspace / "out/c").write_text("half of it\n")
-        raise CommandFailed("no rank", 1)
+        (workspace / "out").mkdir()
+        (workspace / "out/a").write_text("half of it\n")
+        raise failure
 
-    with pytest.raises(CommandFailed):
-        engine.run(planned("work@c"), fails)
-    engine.run(planned("work@d"), execute(workspace))
-    engine.plan(clear=True)
-    assert (workspace / "out/c").exists()  # as long as it has a stage
-    (workspace / "params.yaml").write_text(PARAMS)
-    engine.plan(clear=True)
-    assert sorted(path.name for path in (workspace / "out").iterdir()) == ["a", "b"]
-    assert not [*(workspace / ".eckart/begun").iterdir()]
+    engine.run(planned("source"), execute(workspace))
+    with pytest.raises(type(failure)):
+        engine.run(planned("work@a"), fails)
+    assert not (workspace / "out/a").exists()
 
 
 def test_what_holds_an_output_of_another_stage_stays(workspace: Path) -> None:
