@@ -300,9 +300,11 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
     try:
         return execute(command)
     except BaseException as failure:  # such as Ctrl-C
-        # A stage that reads the whole folder would record what was begun as an input, should the recipe be taken out.
-        with bookkeeping(stage.repo):
-            stage.remove_outs(ignore_remove=False)
+        if "@" in stage.name:
+            # A stage that reads the whole folder would record what was begun as an input, should the recipe be taken
+            # out. Other stages stay, and what they wrote may say why they failed, such as the page of check.
+            with bookkeeping(stage.repo):
+                stage.remove_outs(ignore_remove=False)
         if not isinstance(failure, CommandFailed):
             raise
         from tasks.runtime.code_digests import CodeChanged, check_stage  # a slow import
