@@ -210,13 +210,13 @@ def choose(name: str | None = None) -> Recorded:
 
 
 def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[str, Outcome]) -> Recorded:
-    name = candidate.name
+    name, task = candidate.name, load_task()
     own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == name)
     read = [item for outcome in (outcomes["extract"], outcomes["teacher"], *own) for item in outcome.deps.items()]
     return Recorded(
         name=name,
         content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
-        task=(task := load_task()),
+        task=task,
         pairs=kind_of(task).answers_pairs and "text_pair" in columns_of("test"),
         test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=candidate.recovered,
@@ -290,7 +290,7 @@ def gate(
         if closed := [gate.refusal for gate in checked if not gate.passed]:
             raise Refused("\n  ".join([f"{name} is refused:", *closed]), checked)
         try:
-            _smoke(files.parents[1], answers, kind_of(load_task()).answers_may_differ)
+            _smoke(files.parents[1], answers, kind_of(candidate.task).answers_may_differ)
         except SmokeFailed as error:
             raise Refused(f"{name} cannot be served: {error}", checked) from error
     return tuple(checked)
