@@ -31,7 +31,7 @@ from flows.workspace import deployment_owner
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import FIGURES_STAGE, candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
-from tasks.artifacts.task_spec import columns_of, load_task
+from tasks.artifacts.task_spec import Task, columns_of, load_task
 from tasks.config import validation
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
@@ -290,25 +290,25 @@ def gate(
         if closed := [gate.refusal for gate in checked if not gate.passed]:
             raise Refused("\n  ".join([f"{name} is refused:", *closed]), checked)
         try:
-            _smoke(files.parents[1], answers, kind_of(candidate.task).answers_may_differ)
+            _smoke(files.parents[1], candidate.task, answers)
         except SmokeFailed as error:
             raise Refused(f"{name} cannot be served: {error}", checked) from error
     return tuple(checked)
 
 
-def _smoke(version: Path, expected: Sequence[Answers], may_differ: bool) -> None:
+def _smoke(version: Path, task: Task, expected: Sequence[Answers]) -> None:
     """Check that the served version gives the same answers as the model that was scored.
 
-    (choice) If `may_differ`, more than half of the answers must be the same: rounding may decide between two equally
-    likely tokens of a text, and another token changes all later tokens.
+    (choice) Of the answers of tasks that generate text, more than half must be the same: rounding may decide between
+    two equally likely tokens, and another token changes all later tokens.
 
     Args:
         version: folder of the version's files.
         expected: the answers of the scored model to `gates.questions`.
     """
-    answers = ask(str(version), gates.questions())
+    answers = ask(str(version), gates.questions(task))
     differing = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
-    allowed = (len(expected) - 1) // 2 if may_differ else 0
+    allowed = (len(expected) - 1) // 2 if kind_of(task).answers_may_differ else 0
     if len(differing) > allowed:
         raise SmokeFailed(f"it answers {answers}, but the scored model answers {list(expected)}")
 

@@ -15,7 +15,7 @@ from flows.engine import cached_objects
 from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
+from tasks.artifacts.task_spec import SPLITS, Task, load_split
 from tasks.config.schema import Promotion
 from tasks.data.loading import with_originals
 from tasks.models import task_head
@@ -106,7 +106,7 @@ def measure(
     """
     if digest(TEST) != candidate.test:
         raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
-    task, examples = load_task(), len(load_split("test"))
+    task, examples = candidate.task, len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
@@ -143,9 +143,9 @@ def _error(task: Task, ours: pd.DataFrame, theirs: pd.DataFrame) -> float:
     return standard_error(drawn["ours"] - drawn["theirs"])
 
 
-def questions() -> pd.DataFrame:
+def questions(task: Task) -> pd.DataFrame:
     """Return the input for a served version: the first test examples, without labels."""
-    return _smoked(load_task()).drop(columns="label", errors="ignore")
+    return _smoked(task).drop(columns="label", errors="ignore")
 
 
 def _smoked(task: Task) -> pd.DataFrame:

@@ -38,7 +38,7 @@ from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows import forked
 from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call
-from tests.workspace import tiny_params, write_params
+from tests.workspace import a_task, tiny_params, write_params
 
 MODEL = "tiny-reviews"
 ANYTHING = {"model": MODEL, "largest_drop": 0.99, "keep": None, "least_speedup": None, "least_gain": -0.99}
@@ -263,10 +263,11 @@ def written(root: Path) -> None:
 def test_what_is_served_must_say_what_was_scored(
     wanted: dict[str, Any], answer: dict[str, Any], differing: int, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.promotion.gates.questions", lambda: None)
+    monkeypatch.setattr("flows.promotion.gates.questions", lambda _: None)
     monkeypatch.setattr("flows.promotion.flow.ask", lambda *_: [answer] * differing + [wanted] * (8 - differing))
+    task = a_task("summarization" if "summary" in wanted else "classification", (), "accuracy")
     with nullcontext() if same else pytest.raises(SmokeFailed):
-        promotion._smoke(Path(), [wanted] * 8, may_differ="summary" in wanted)
+        promotion._smoke(Path(), task, [wanted] * 8)
 
 
 def test_the_choice(workspace: Path) -> None:
