@@ -9,7 +9,8 @@ from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
-from tasks.report.results import Results, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import Results
 
 _TOO_SMALL = re.compile(r"^\s*\w+@\S+-([\d.e-]+): .*\bkeep=\S+ is too small for\b", re.MULTILINE)
 """A line on a failed stage of a candidate: NoRank of eckart/ranks/budget.py. Its keep may be that of a part."""

@@ -25,7 +25,8 @@ from tasks.report.figures.drawing import Format, draw
 from tasks.report.figures.of_results import plots_of, sensitive_rows
 from tasks.report.figures.of_weights import Weights
 from tasks.report.figures.plot import ORIGINAL, Figure, Plot
-from tasks.report.results import Results, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import Results
 from tasks.runtime.stage_runner import StageError, output, run_item, say
 
 FIGURES = Path("reports/figures")

@@ -37,7 +37,8 @@ from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
 from tasks.report.choose_candidate import Gate
 from tasks.report.numbers import counted
-from tasks.report.results import CandidateResults, Results, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import CandidateResults, Results
 
 _TEST = "eckart.test"
 """Tag: DVC's digest of the test examples on which a version went through the gates."""

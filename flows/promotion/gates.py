@@ -24,7 +24,8 @@ from tasks.nlp_tasks import TASK_NAMES, kind_of, task_class
 from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored
 from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, short
-from tasks.report.results import DENSE, read_predictions
+from tasks.report.result_files import read_predictions
+from tasks.report.results import DENSE
 from tasks.runtime.stage_runner import StageError, quiet
 from tasks.scoring.bootstrap import resampled, standard_error
 

@@ -30,7 +30,8 @@ from tasks.multi_seed.study_file import StudyFile
 from tasks.nlp_tasks import task_class
 from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import base, calibration, cut, generation, source
-from tasks.report.results import CONTROL, Results, ScoredModel, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import CONTROL, Results, ScoredModel
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.rounding import rounded
 from tasks.report.runtimes import TEXTS

@@ -30,9 +30,11 @@ from tasks import compare
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.paths import COMPARISON_PAGE, COMPARISON_PICTURE, COMPARISON_TABLE, COMPARISON_TEXT
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.report import conclusion, frontier, heatmap, numbers, plots, results, shipping, target_names
+from tasks.report import conclusion, frontier, heatmap, numbers, plots, shipping, target_names
 from tasks.report.card import card
 from tasks.report.choose_candidate import Chosen
+from tasks.report.result_files import load_results
+from tasks.report.results import CONTROL, DENSE, Results
 from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
 from tasks.runtime.stage_runner import StageError
@@ -305,7 +307,7 @@ def text_lines() -> dict[str, str]:
 
 def numbers_of_files() -> list[str]:
     """The lines of the CSV without the control's metric and the intervals."""
-    return [line.rsplit(",", 5)[0] for line in to_csv(results.load_results()).splitlines()]
+    return [line.rsplit(",", 5)[0] for line in to_csv(load_results()).splitlines()]
 
 
 def test_csv_has_the_numbers_of_the_files(workspace: Path) -> None:
@@ -433,7 +435,7 @@ def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path) -
         content = path.read_bytes()
         path.write_text("{}\n")
         with pytest.raises(StageError, match=remedy):
-            results.load_results()
+            load_results()
         path.unlink()
         with pytest.raises(StageError, match=remedy):
             compare.compare()
@@ -445,17 +447,17 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
     make_study(["svd"], [0.5], ["map"])
     make_candidate("svd", 0.5, ["other"], 0.6)
     with pytest.raises(StageError, match=r"models/ranks/svd-0\.5.* tasks\.search "):
-        results.load_results()
+        load_results()
     make_candidate("svd", 0.5, ["map"], 0.6)
     other = {"rank": 1, "rows": 0, "parameters": 20, "loss_alone": None}
     edit("reports/evaluate/svd-0.5.json", targets={"other": other})
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*targets\.json.* tasks\.evaluate "):
-        results.load_results()
+        load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
-    results.load_results()
+    load_results()
     write_dense(0.8, 0.8, score=score(0.8, examples=399))
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*reports/dense\.json"):
-        results.load_results()
+        load_results()
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ def test_any_study_fits(
     make_study([f"recipe{number}" for number in range(recipes)], keeps, target_names, metric, dense)
     compare.compare()
     assert page().count("<td title=") == len(keeps) * len(target_names)  # all recipes have the same ranks
-    columns = heatmap.columns(results.load_results())
+    columns = heatmap.columns(load_results())
     assert columns.cell * len(target_names) <= 960
     assert sum(count for _, count in columns.layers) == len(target_names)
 
@@ -484,14 +486,14 @@ def test_heat_map_has_shares_of_the_recovered_model_by_hand(workspace: Path) -> 
     path = "reports/evaluate/losparse-0.5.json"
     pruned = {"h.1.query": {"rank": 0, "rows": 1, "parameters": 10, "loss_alone": None}}
     edit(path, targets=json.loads(Path(path).read_text())["targets"] | pruned)
-    cells = heatmap.heat_maps(results.load_results())["0.5"]["losparse"]
+    cells = heatmap.heat_maps(load_results())["0.5"]["losparse"]
     assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("2", 1.3), ("0", 0.1)]  # 40 + 90, 0 + 10
     assert [plain(cell.title).partition(": ")[2] for cell in cells] == [
         "stays dense",
         "rank 2 and 9 sparse rows, 130.0 % of its parameters",
         "rank 0 and 1 sparse row, 10.0 % of its parameters",
     ]
-    columns = heatmap.columns(results.load_results())
+    columns = heatmap.columns(load_results())
     assert columns.layers == (("0", 2), ("1", 1))
     assert columns.kinds == ("query", "value", "query")
 
@@ -505,7 +507,7 @@ def test_heat_map_marks_layers_that_lose_neurons(workspace: Path) -> None:
     path = "reports/evaluate/kfac-0.5.json"
     edit(path, targets=json.loads(Path(path).read_text())["targets"] | sizes)
     compare.compare()
-    cells = heatmap.heat_maps(results.load_results())["0.5"]["kfac"]
+    cells = heatmap.heat_maps(load_results())["0.5"]["kfac"]
     assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("N", 0.6), ("N", 0.6)]
     assert ", N one that" in page()
 
@@ -523,19 +525,19 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
     """In a panel for each recipe that has both; a target that loses nothing has no place on the scales."""
     targets = bert_like(1)
     make_study(["svd", "kfac"], [0.5], targets)
-    assert plots.predictions_svg(results.load_results()) is None
+    assert plots.predictions_svg(load_results()) is None
     rising, falling = (
         dict(zip(targets, losses, strict=True)) for losses in ([0.0, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
     )
     make_candidate("svd", 0.5, targets, 0.7, measured=rising)
     make_candidate("kfac", 0.5, targets, 0.7, measured=falling)
-    found = results.load_results()
+    found = load_results()
     assert {"svd", "kfac"} <= set(titles(plots.predictions_svg(found) or ""))
     assert "svd 1.00, kfac -1.00" in " ".join(plots.predictions_read(found))
     params = json.loads(Path("params.yaml").read_text())
     params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
     write("params.yaml", params)  # now in nats: 0.4 for 0.1, 0.3 for 0.2, 0.2 for 0.3, 0.1 for 0.4
-    first, second = plots.predictions_read(results.load_results())
+    first, second = plots.predictions_read(load_results())
     assert first.startswith(
         "kfac: the measured loss is 1.1 times the predicted one at the median, and larger at 2 of 4"
     )
@@ -550,7 +552,7 @@ def test_one_predicted_loss_has_axes_and_a_sentence_of_numbers(workspace: Path) 
     params = json.loads(Path("params.yaml").read_text())
     params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
     write("params.yaml", params)
-    found = results.load_results()
+    found = load_results()
     predicted = next(iter(found.named("kfac-0.5").decision.predicted_loss.values()))  # type: ignore[union-attr]
     assert plots.predictions_svg(found)
     (sentence,) = plots.predictions_read(found)
@@ -560,17 +562,17 @@ def test_one_predicted_loss_has_axes_and_a_sentence_of_numbers(workspace: Path) 
 
 def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
     trained_study()
-    svd, both = (results.load_results().named(name) for name in ("svd-0.5", "both-0.5"))
+    svd, both = (load_results().named(name) for name in ("svd-0.5", "both-0.5"))
     assert [point.compared_loss for point in both.curve] == [1, 1 / 2, 1 / 3]  # without what the method adds
     assert [point.measures for point in both.curve] == [{"rows": 0.3}] * 3
     assert (svd.curve[1].compared_loss, svd.curve[1].measures) == (1 / 2, {})
-    made = plots.measures_svgs(results.load_results(), "search_curve")
+    made = plots.measures_svgs(load_results(), "search_curve")
     assert list(made) == ["ars", "both"]
     assert titles(made["ars"]) == ["task loss", "R", "R_align"]
     assert titles(made["both"]) == ["task loss", "remaining", "kept"]
     assert re.findall(r"keep [\d.]+", made["ars"]) == ["keep 0.5", "keep 0.25"]
     assert re.findall(r"keep [\d.]+", made["both"]) == ["keep 0.5"]
-    assert titles(plots.measures_svgs(results.load_results(), "curve")["both"]) == ["rows"]
+    assert titles(plots.measures_svgs(load_results(), "curve")["both"]) == ["rows"]
     compare.compare()
     assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
         "R",
@@ -591,15 +593,15 @@ def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
     measures = {f"measure_{number}": 10.0**number for number in (-9, -4, 0, 2, 4, 9)}  # with the others, two full rows
     make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
     make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
-    shown = titles(plots.measures_svgs(results.load_results(), "search_curve")["ars"])
+    shown = titles(plots.measures_svgs(load_results(), "search_curve")["ars"])
     assert shown == ["task loss", *measures, HOSTILE]
 
 
-def limited(**promotion: Any) -> results.Results:
+def limited(**promotion: Any) -> Results:
     """The results where a promotion has these limits and no others."""
     own = json.loads(Path("params.yaml").read_text())["promotion"]
     edit("params.yaml", promotion=own | {"keep": None, "least_speedup": None, "standard_errors": 0.0} | promotion)
-    return results.load_results()
+    return load_results()
 
 
 def make_five() -> None:
@@ -614,7 +616,7 @@ def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace:
     assert limited(largest_drop=0.01).choice.chosen == "kfac-0.5"
     edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
     assert limited(largest_drop=0.01).choice.chosen == "svd-0.5"
-    assert "On test examples, kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
+    assert "On test examples, kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(load_results()))
     found = limited(largest_drop=0.01, keep=0.6)  # 290 of 400 are too many
     assert found.choice.chosen == "kfac-0.3"
     compare.compare()
@@ -635,7 +637,7 @@ def test_the_smallest_non_inferior_candidate_is_offered_beside_the_choice(worksp
     other = conclusion.alternative(limited(largest_drop=0.1))
     assert other is not None
     assert other.name == "kfac-0.3"
-    assert "`eckart promote kfac-0.3`" in " ".join(conclusion.conclusion(results.load_results()))
+    assert "`eckart promote kfac-0.3`" in " ".join(conclusion.conclusion(load_results()))
     other = conclusion.alternative(limited(largest_drop=0.01))
     assert other is not None
     assert other.name == "svd-0.5"
@@ -656,17 +658,17 @@ def test_without_a_candidate_within_the_limits_the_nearest_is_named(workspace: P
 def test_setbacks_of_recovery_are_named(workspace: Path) -> None:
     make_study(["svd", "kfac"], [0.5], ["map"])
     make_candidate("kfac", 0.5, ["map"], 0.7, factorized=0.9)
-    assert "significantly worsened the accuracy of kfac-0.5." in " ".join(conclusion.conclusion(results.load_results()))
+    assert "significantly worsened the accuracy of kfac-0.5." in " ".join(conclusion.conclusion(load_results()))
 
 
 def test_an_original_model_near_the_baseline_gives_a_warning(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_study(["svd"], [0.5], ["map"])
-    assert conclusion.dense_warning(results.load_results()) is None
+    assert conclusion.dense_warning(load_results()) is None
     write_dense(0.671, 0.671, trivial=0.651)
     compare.compare()
-    warned = conclusion.dense_warning(results.load_results())
+    warned = conclusion.dense_warning(load_results())
     assert warned is not None
     for text in (COMPARISON_TEXT.read_text(), page(), capsys.readouterr().out):
         assert warned in plain(text)
@@ -696,9 +698,9 @@ def test_intervals_agree_with_gains_and_rivals(workspace: Path) -> None:
     make_candidate("svd", 0.5, ["map"], 0.4)
     make_candidate("kfac", 0.5, ["map"], 0.8)
     make_candidate("same", 0.5, ["map"], 0.8)
-    found = results.load_results()
+    found = load_results()
     svd, kfac, same = found.candidates
-    assert found.difference(svd.after, results.DENSE).high < 0
+    assert found.difference(svd.after, DENSE).high < 0
     assert found.gain(svd.after, kfac.after) == -1
     assert (found.difference(kfac.after, same.after).low, found.difference(kfac.after, same.after).high) == (0, 0)
     marks = {candidate.recipe: row(found, candidate).mark for candidate in found.candidates}
@@ -710,11 +712,11 @@ def test_intervals_agree_with_gains_and_rivals(workspace: Path) -> None:
 
 def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
-    found = results.load_results()
+    found = load_results()
     kfac, svd, drone = found.at("0.5")
     assert [kfac.recipe, svd.recipe, drone.recipe] == ["kfac", "svd", "drone"]
-    assert (found.gain(kfac.after, svd.after), found.gain(svd.after, results.DENSE)) == (1, -1)
-    assert found.difference(svd.after, results.CONTROL).low > 0
+    assert (found.gain(kfac.after, svd.after), found.gain(svd.after, DENSE)) == (1, -1)
+    assert found.difference(svd.after, CONTROL).low > 0
     compare.compare()
     text = plain(COMPARISON_TEXT.read_text())
     assert "perplexity (lower is better)" in text
@@ -742,12 +744,12 @@ def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: 
 def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
     make_study(["svd"], [0.5], ["map"])
     make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
-    assert "accuracy on test examples" in titles(plots.tradeoff_svg(results.load_results()))
+    assert "accuracy on test examples" in titles(plots.tradeoff_svg(load_results()))
 
 
 def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
     make_perplexities(20.0, svd=(130_000.0, 40.0), kfac=(25.0, 22.0))
-    ticks = ticks_of(plots.tradeoff_svg(results.load_results()))
+    ticks = ticks_of(plots.tradeoff_svg(load_results()))
     assert {20.0, 30.0, 100.0, 1000.0, 10_000.0, 100_000.0} <= set(ticks)
     bottom, top = ticks[20.0], ticks[100_000.0]
     assert (ticks[50.0] - bottom) / (top - bottom) > 0.45
@@ -784,7 +786,7 @@ def test_the_axis_of_sizes_has_numbers(workspace: Path, sizes: tuple[int, int]) 
     for path, size in zip(("reports/evaluate/svd-0.9.json", "reports/dense.json"), sizes, strict=True):
         own = json.loads(Path(path).read_text())["size"]
         edit(path, size={**own, "bytes": size * 1_000_000})
-    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(results.load_results(), "size"), re.DOTALL):
+    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(load_results(), "size"), re.DOTALL):
         ticks = [
             text.text
             for text in ElementTree.fromstring(picture).iter("text")
@@ -796,7 +798,7 @@ def test_the_axis_of_sizes_has_numbers(workspace: Path, sizes: tuple[int, int]) 
 
 def test_numbers_of_an_axis_have_the_decimals_that_they_need(workspace: Path) -> None:
     make_perplexities(1.2e6, svd=(1.3e6, 1.3e6), kfac=(1.25e6, 1.21e6))
-    picture = str(frontier.frontier_svgs(results.load_results(), "size"))
+    picture = str(frontier.frontier_svgs(load_results(), "size"))
     assert "1,250,000" in picture
     assert "1,250,000." not in picture
 
@@ -806,7 +808,7 @@ def test_marks_without_a_free_place_stay_in_the_picture(workspace: Path) -> None
     make_study(names, [0.5], ["map"])
     for name in names:
         make_candidate(name, 0.5, ["map"], 0.65)
-    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(results.load_results(), "size"), re.DOTALL):
+    for picture in re.findall("<svg.*?</svg>", frontier.frontier_svgs(load_results(), "size"), re.DOTALL):
         width = float(re.search(r'viewBox="0 0 (\d+)', picture)[1])  # type: ignore[index]
         assert all(0 < float(x) < width for x in re.findall(r'cx="([-\d.]+)"', picture))
 
@@ -818,7 +820,7 @@ def test_a_legend_is_in_its_picture(workspace: Path, count: int, letters: int, m
     make_study([f"r{number}".ljust(letters, "x") for number in range(count)], [0.5], ["map"])
     for narrow in (False, True):
         with contextlib.suppress(AttributeError, IndexError, ValueError):  # nothing was written
-            plots.tradeoff_svg(results.load_results(), narrow)
+            plots.tradeoff_svg(load_results(), narrow)
     assert len(kept) == 2
     for figure in kept:
         figure.draw_without_rendering()
@@ -941,10 +943,10 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     make_study(["svd", "kfac"], [0.5], ["map"])
     edit("params.yaml", export={"recipes": ["kfac"]})
     with pytest.raises(StageError, match=r"tasks\.export_dense"):
-        results.load_results()
+        load_results()
     make_exports("dense", 0.8, 0.75)
     with pytest.raises(StageError, match=r"tasks\.export --recipe kfac --keep 0\.5"):
-        results.load_results()
+        load_results()
     make_exports("kfac-0.5", 0.7, 0.65)
     dense, small = {"torch": 1, "onnx": 2, "int8": 4}, {"torch": 8, "onnx": 16, "int8": 32}
     make_benchmark("kfac-0.5", dense=dense, candidate=small)
@@ -1065,7 +1067,7 @@ def test_a_card_states_the_license_of_the_base_model() -> None:
     for license in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
         origin = {"origin": "a local folder"} if license else {}
         write_dense(0.8, 0.8, license=license | origin, head="A new head took its place.")
-        found = results.load_results()
+        found = load_results()
         text = card(found, found.candidates[0])
         assert "A new head took its place." in text
         assert ("a local folder" in text) is bool(origin)

@@ -30,7 +30,8 @@ from tasks.report.figures.of_results import plots_of
 from tasks.report.figures.of_weights import Weights, middle, spectra
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Pattern, Plot, labels_of, mean_over_seeds
 from tasks.report.page import page
-from tasks.report.results import DENSE, CandidateResults, Results, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.target_names import kind_in_layer
 from tests.tasks.report.test_compare import HOSTILE, bert_like, curve, edit, make_candidate, make_study
 

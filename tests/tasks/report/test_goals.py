@@ -33,7 +33,8 @@ from tasks.config.schema import Goal, ParamsError, parse, read
 from tasks.report.choose_candidate import CHOICE
 from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times
-from tasks.report.results import DENSE, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import DENSE
 from tests import tiny
 from tests.tasks.report.test_compare import edit, make_benchmark, make_candidate, make_exports, make_study, page
 from tests.workspace import REPOSITORY

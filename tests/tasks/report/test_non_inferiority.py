@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tasks.report.non_inferiority import Difference, _weight, against_both, difference, examples_wanted, non_inferior
-from tasks.report.results import CONTROL, DENSE, load_results
+from tasks.report.result_files import load_results
+from tasks.report.results import CONTROL, DENSE
 from tests.tasks.report.test_compare import edit, make_candidate, make_perplexities, make_study, write_dense
 
 MARGIN = st.floats(0.001, 0.1)
