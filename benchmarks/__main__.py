@@ -16,7 +16,8 @@ from eckart.ranks.waterfill import Waterfill
 from tasks.artifacts.paths import CONTROL_EXPORT
 from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Export, exported, section
+from tasks.config.params_file import exported, section
+from tasks.config.schema import Export
 from tasks.nlp_tasks import kind_of
 from tasks.report.rounding import rounded
 from tasks.report.runtimes import TITLES

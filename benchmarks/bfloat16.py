@@ -18,7 +18,8 @@ import torch
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, parser_of_candidates, times_cell
 from tasks.artifacts.paths import FINETUNED
-from tasks.config.schema import Benchmark, Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Benchmark, Threads
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import counted

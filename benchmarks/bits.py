@@ -21,7 +21,8 @@ import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, metric_cell, metric_title, parser_of_candidates
 from eckart.model.targets import Targets
 from tasks.artifacts.paths import FINETUNED, TARGETS
-from tasks.config.schema import Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Threads
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet

@@ -24,7 +24,8 @@ from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
 from tasks.artifacts.results_schema import Exports, Runtime
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Threads
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import counted

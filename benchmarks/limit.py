@@ -23,7 +23,8 @@ from benchmarks.cells import parser_of_candidates
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Threads
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import counted

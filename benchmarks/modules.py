@@ -28,7 +28,8 @@ from eckart.model.lstm import LSTMLayer
 from eckart.model.targets import Targets
 from tasks.artifacts.paths import FINETUNED, TARGETS
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Benchmark, Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Benchmark, Threads
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place

@@ -35,7 +35,8 @@ from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Benchmark, Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Benchmark, Threads
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of

@@ -29,7 +29,8 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Tra
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, megabytes, metric_cell, metric_title, parser_of_candidates
 from tasks.artifacts.paths import FINETUNED
-from tasks.config.schema import Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Threads
 from tasks.data.loading import encoded
 from tasks.models.model_io import TEACHER
 from tasks.nlp_tasks import kind_of

@@ -31,7 +31,8 @@ from eckart.residual import Residual
 from eckart.shaping import Shaping
 from tasks.artifacts.paths import TARGETS
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Importance, Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Importance, Threads
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of

@@ -25,7 +25,8 @@ from eckart import onnx
 from eckart.calibration.losses import Batch
 from tasks.artifacts.paths import ONNX, ONNX_FILES
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Benchmark, Threads, section
+from tasks.config.params_file import section
+from tasks.config.schema import Benchmark, Threads
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import counted

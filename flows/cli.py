@@ -650,11 +650,11 @@ def show_params(
     part: Annotated[str, typer.Argument(help="Dotted name, such as recipes.kfac. Default: all.")] = "",
 ) -> None:
     """Print all parameters with their defaults and meanings."""
-    from tasks.config import reference, schema, validation  # slow imports, not for --help
+    from tasks.config import params_file, reference, validation  # slow imports, not for --help
     from tasks.config.resolved import resolve
 
     validation.check()
-    print(reference.text(resolve(schema.read()), part), end="")
+    print(reference.text(resolve(params_file.read()), part), end="")
 
 
 @_command("Operate", "eckart pin", name="pin")

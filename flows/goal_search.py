@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tasks.config import schema, validation, yaml_edit
-from tasks.config.schema import PARAMS
+from tasks.config import params_file, validation, yaml_edit
+from tasks.config.params_file import PARAMS
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
 from tasks.report.result_files import load_results
@@ -30,7 +30,7 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         StudyFailed: some stages failed, and not because of a value that was added here.
     """
     if not validation.typed_section("study").goals:
-        raise schema.ParamsError(
+        raise params_file.ParamsError(
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
     logged: set[str] = set()

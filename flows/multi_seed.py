@@ -23,7 +23,7 @@ from flows.environment.workspaces import WORKSPACES
 from flows.tracking import database
 from flows.workspace import worktrees
 from flows.workspace.worktrees import Sources, WorkspaceError
-from tasks.config.schema import PARAMS
+from tasks.config.params_file import PARAMS
 from tasks.multi_seed import seeds_table, trials
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials

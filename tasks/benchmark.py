@@ -22,8 +22,8 @@ from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import FINETUNED, ONNX, ONNX_FILES
 from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime
 from tasks.artifacts.task_spec import load_task
-from tasks.config import schema
-from tasks.config.schema import section
+from tasks.config import params_file, schema
+from tasks.config.params_file import section
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks._prediction import place
@@ -44,8 +44,8 @@ def benchmark() -> None:
     In each round every loaded model runs once, so that a change of the machine's speed affects all models equally.
     """
     recipes, settings = section("study.recipes", tuple[str, ...]), section("benchmark", schema.Benchmark)
-    names = [candidate_name(recipe, keep) for recipe in recipes for keep in schema.keeps()]
-    dense, exported = _load(TEACHER), schema.exported()
+    names = [candidate_name(recipe, keep) for recipe in recipes for keep in params_file.keeps()]
+    dense, exported = _load(TEACHER), params_file.exported()
     for _, tokens in settings.shapes:
         check_length(dense, tokens, "benchmark.shapes")
     groups = {next((name for name in group if name in exported), group[0]): group for group in _same_shapes(names)}

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasks.artifacts.task_spec import Split, load_split, load_task
-from tasks.config.schema import Check, section
+from tasks.config.params_file import section
+from tasks.config.schema import Check
 from tasks.data_checks.champion_data import changes, load_reference
 from tasks.data_checks.counts import of_splits
 from tasks.data_checks.findings import FINDINGS, Findings

@@ -15,7 +15,8 @@ from eckart.recovery.finetune import Finetune
 from eckart.recovery.recovery_problem import RecoveryProblem
 from tasks.artifacts.results_schema import CONTROL_CURVE
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Seed, Trainer, section
+from tasks.config.params_file import section
+from tasks.config.schema import Seed, Trainer
 from tasks.data.loading import encoded
 from tasks.models.model_io import CONTROL, TEACHER, load, save
 from tasks.nlp_tasks import kind_of

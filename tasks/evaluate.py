@@ -19,7 +19,8 @@ from tasks.artifacts.decision import Decision, load_decision
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, TARGETS, source_model
 from tasks.artifacts.results_schema import Evaluation, Score, TargetSize
-from tasks.config.schema import Model, section
+from tasks.config.params_file import section
+from tasks.config.schema import Model
 from tasks.data.loading import batches
 from tasks.models.model_io import DENSE, TEACHER, load, size
 from tasks.nlp_tasks import kind_of

@@ -9,7 +9,8 @@ import pandas as pd
 
 from tasks.artifacts.paths import CONTROL_EXPORT, EXPORTS, ONNX, exported_name
 from tasks.artifacts.results_schema import predictions_file
-from tasks.config.schema import Export, section
+from tasks.config.params_file import section
+from tasks.config.schema import Export
 from tasks.exporting.onnx import export_model
 from tasks.models.model_io import CONTROL, TEACHER
 from tasks.runtime.stage_runner import output, run

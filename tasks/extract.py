@@ -8,7 +8,8 @@ import sys
 import datasets
 
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, TEXTS, Task
-from tasks.config.schema import Data, Name, Text, section
+from tasks.config.params_file import section
+from tasks.config.schema import Data, Name, Text
 from tasks.data.calibration_texts import read_calibration_texts
 from tasks.data.label_encoding import alike
 from tasks.data.reading import load_source, load_text

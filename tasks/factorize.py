@@ -21,7 +21,8 @@ from tasks.artifacts.decision import load_decision
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import CALIBRATION, FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, source_model
 from tasks.artifacts.task_spec import SPLITS, load_task
-from tasks.config.schema import Count, Labels, Model, section
+from tasks.config.params_file import section
+from tasks.config.schema import Count, Labels, Model
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of

@@ -15,7 +15,8 @@ from eckart.model.experts import unfuse
 from eckart.model.targets import weight_of
 from tasks.artifacts.names import FIGURES_STAGE, candidate_name
 from tasks.artifacts.paths import FACTORIZED, RANKS, SHAPED
-from tasks.config.schema import Count, FigurePart, Study, section
+from tasks.config.params_file import section
+from tasks.config.schema import Count, FigurePart, Study
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of

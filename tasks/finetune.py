@@ -17,7 +17,8 @@ from eckart.residual import Residual
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, TARGETS, source_model
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Seed, Trainer, section
+from tasks.config.params_file import section
+from tasks.config.schema import Seed, Trainer
 from tasks.data.loading import encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of

@@ -20,7 +20,8 @@ from eckart.model.experts import unfuse
 from eckart.model.targets import Targets, find_targets, unmatched_warning
 from tasks.artifacts.paths import IMPORTANCE, SHARDS, TARGETS
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Importance, Model, TargetPatterns, section
+from tasks.config.params_file import section
+from tasks.config.schema import Importance, Model, TargetPatterns
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of

@@ -7,7 +7,8 @@ import torch
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.names import SHARD_STAGE
 from tasks.artifacts.paths import SHARDS
-from tasks.config.schema import Importance, section
+from tasks.config.params_file import section
+from tasks.config.schema import Importance
 from tasks.importance import EXAMPLES, gather
 from tasks.runtime.stage_runner import explained, output, run_item, warn
 

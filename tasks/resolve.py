@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 from tasks.artifacts import atomic_files, stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.config import validation
+from tasks.config.params_file import PARAMS, RESOLVED, read
 from tasks.config.resolved import resolve
-from tasks.config.schema import PARAMS, RESOLVED, read
 from tasks.runtime.code_digests import CodeChanged, code_of_stages
 from tasks.runtime.code_folders import CODE, PIPELINE, all_code
 

@@ -35,7 +35,8 @@ from tasks.artifacts.decision import Decision
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS
 from tasks.artifacts.task_spec import Split, load_task
-from tasks.config.schema import Clip, Count, Edges, Labels, Seed, Trainer, section
+from tasks.config.params_file import section
+from tasks.config.schema import Clip, Count, Edges, Labels, Seed, Trainer
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, save
 from tasks.nlp_tasks import kind_of

@@ -13,7 +13,8 @@ from eckart.training.optimizer_settings import Optimization
 from eckart.training.schedules import steps_in
 from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
-from tasks.config.schema import Model, Seed, Trainer, Training, section
+from tasks.config.params_file import section
+from tasks.config.schema import Model, Seed, Trainer, Training
 from tasks.data.loading import encoded
 from tasks.models import model_license, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base

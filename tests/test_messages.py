@@ -21,7 +21,7 @@ from eckart.published_recipes import PUBLISHED
 from eckart.ranks.budget import allowance, ranked_allowance
 from eckart.recovery.distillation import hidden_error, logits_error
 from tasks.artifacts.errors import EckartError
-from tasks.config.schema import read
+from tasks.config.params_file import read
 from tasks.config.validation import mistakes
 from tasks.data.pypi_archives import member
 from tasks.models.model_io import check_length

@@ -27,7 +27,8 @@ from flows.cli import app
 from flows.environment import redaction
 from flows.tracking.mirror import Mirror
 from tasks.config import validation
-from tasks.config.schema import Data, Model, ParamsError
+from tasks.config.params_file import ParamsError
+from tasks.config.schema import Data, Model
 from tasks.data.reading import load_source
 from tasks.models.base_model import load_base
 from tasks.models.model_io import load

@@ -29,8 +29,8 @@ from transformers import (
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Task
+from tasks.config.params_file import read
 from tasks.config.resolved import resolve
-from tasks.config.schema import read
 from tasks.nlp_tasks import TaskName
 from tasks.nlp_tasks._prediction import Collate
 

@@ -20,7 +20,7 @@ from flows.tracking.mirror import flatten, git
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import COMPARISON_TABLE
 from tasks.artifacts.results_schema import CONTROL_NAME
-from tasks.config.schema import PARAMS
+from tasks.config.params_file import PARAMS
 from tasks.runtime.code_folders import CODE, PACKAGES
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.engine import stage_processes
-from tasks.config import schema, validation
+from tasks.config import params_file, validation
 
 
 def checked_params() -> dict[str, Any]:
     """Return the typed sections of params.yaml, as `validation.check` does, without importing torch for the check."""
-    if not validation.found_good(schema.read()):
+    if not validation.found_good(params_file.read()):
         lines: list[str] = []
         try:
             _ask("python -m tasks.config.validation", lines)
         except stage_processes.CommandFailed as failure:
-            raise schema.ParamsError("\n".join(lines) or str(failure)) from None
+            raise params_file.ParamsError("\n".join(lines) or str(failure)) from None
     return validation.check()
 
 

@@ -25,7 +25,7 @@ from flows.engine.lock_file import LOCK
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
-from tasks.config.schema import PARAMS
+from tasks.config.params_file import PARAMS
 
 _MISSING = "nothing"
 

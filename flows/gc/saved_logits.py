@@ -10,8 +10,9 @@ from pathlib import Path
 
 from flows.gc.kind import Kind, kind
 from tasks.artifacts.paths import LOGITS
+from tasks.config.params_file import PARAMS, parse, read
 from tasks.config.resolved import resolve
-from tasks.config.schema import PARAMS, Trainer, parse, read
+from tasks.config.schema import Trainer
 
 
 def kind_of_logits() -> Kind:

@@ -21,7 +21,7 @@ from flows.environment import redaction, settings
 from flows.servers import access_key, prefect_server
 from flows.tracking import database
 from tasks.artifacts.errors import EckartError
-from tasks.config import schema
+from tasks.config import params_file
 
 _MLFLOW, _PREFECT = "MLflow ", "Prefect "
 """Beginnings of the texts that our servers return at `access_guard.SERVES`. The rest is the URL of the database."""
@@ -153,7 +153,7 @@ def _runs_of_study(address: str) -> str:
     from flows.tracking.mirror import VIEW
 
     try:
-        study = MlflowClient(database.address()).get_experiment_by_name(schema.read()["study"]["name"])
+        study = MlflowClient(database.address()).get_experiment_by_name(params_file.read()["study"]["name"])
     except Exception:  # of the database or params.yaml; the servers are of use without this line
         return ""
     return f"{address}/#/experiments/{study.experiment_id}/runs?viewStateShareKey={VIEW}" if study else ""
@@ -162,7 +162,7 @@ def _runs_of_study(address: str) -> str:
 def _study() -> str:
     """Return the study of this workspace in words; only its folder if params.yaml cannot be read."""
     try:
-        return f"the study {schema.read()['study']['name']} of {Path.cwd()}"
+        return f"the study {params_file.read()['study']['name']} of {Path.cwd()}"
     except (EckartError, OSError, KeyError, TypeError):
         return str(Path.cwd())
 

@@ -23,7 +23,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
-from tasks.config.schema import PARAMS, read, sections
+from tasks.config.params_file import PARAMS, read, sections
 from tasks.nlp_tasks import TaskName, task_class
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig,
 
 from tasks.config import yaml_edit
 from tasks.config.contradictions import column_mistakes
-from tasks.config.schema import PARAMS, Data, parse, read, sections
+from tasks.config.params_file import PARAMS, parse, read, sections
+from tasks.config.schema import Data
 from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head

@@ -24,7 +24,7 @@ from flows.engine.lock_file import LOCK
 from flows.environment.git_variables import environment_without_git
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.input_folders import BASE, RAW
-from tasks.config.schema import PARAMS
+from tasks.config.params_file import PARAMS
 
 CARRIED = (RAW, BASE)
 """Folders that stages read, but that are not in git."""

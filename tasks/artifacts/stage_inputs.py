@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from ruamel.yaml import YAML
 
 from tasks.artifacts.names import candidate_of, recipe_and_keep
-from tasks.config import schema
+from tasks.config import params_file
 from tasks.runtime.code_folders import PIPELINE
 
 FOLDER = Path("reports/inputs")
@@ -46,7 +46,7 @@ def load(stage: str) -> Inputs | None:
     if not PIPELINE.exists():
         return None
     described = YAML(typ="safe").load(PIPELINE.read_text())["stages"][stage.partition("@")[0]]
-    paths = [path for files in described.get("params", []) for path in files[str(schema.RESOLVED)]]
+    paths = [path for files in described.get("params", []) for path in files[str(params_file.RESOLVED)]]
     return Inputs(parameters=dict(_parameters(paths, stage)))
 
 
@@ -68,7 +68,7 @@ def without_recipe_name(parameter: str, stage: str) -> str:
 
 def _parameters(paths: list[str], stage: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted path and the value of each parameter, after filling in the variables of dvc.yaml in `paths`."""
-    values = schema.resolved()
+    values = params_file.resolved()
     item = dict(zip(("recipe", "keep"), recipe_and_keep(candidate_of(stage)), strict=True))
     for path in paths:
         named = _VARIABLE.sub(lambda variable: str(_at({**values, "item": item}, variable[1])), path)

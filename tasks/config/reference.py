@@ -26,7 +26,8 @@ from eckart.residual import Residual
 from eckart.shaping import Shaping
 from tasks.artifacts.generation import Generation
 from tasks.config.mistakes import kinds_of, models_in
-from tasks.config.schema import Goal, NewModel, Params, ParamsError, Text
+from tasks.config.params_file import ParamsError
+from tasks.config.schema import Goal, NewModel, Params, Text
 
 _COLUMN = 40  # where comments begin
 _WIDTH = 120

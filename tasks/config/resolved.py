@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.config.schema import sections
+from tasks.config.params_file import sections
 
 
 def resolve(content: Mapping[str, Any]) -> dict[str, Any]:

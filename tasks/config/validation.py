@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.config import schema
+from tasks.config import params_file, schema
 from tasks.config.contradictions import contradictions
 from tasks.config.mistakes import describe, report
-from tasks.config.schema import PARAMS, ParamsError
+from tasks.config.params_file import PARAMS, ParamsError
 from tasks.runtime.code_folders import all_code
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ def check() -> dict[str, Any]:
     Raises:
         ParamsError: there are mistakes; the message lists all, with their paths and corrections.
     """
-    content = schema.read()
+    content = params_file.read()
     if not found_good(content):
         if lines := mistakes(content):
             raise ParamsError(report(PARAMS, lines))
         with suppress(OSError):  # if the folder cannot be written, the next run checks again
             _GOOD.parent.mkdir(exist_ok=True)
             _GOOD.write_text(_state(content))
-    tree = schema.sections(content)
-    return {name: schema.parse(tree[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
+    tree = params_file.sections(content)
+    return {name: params_file.parse(tree[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
 
 
 def found_good(content: Mapping[str, Any]) -> bool:
@@ -73,7 +73,7 @@ def _state(content: Mapping[str, Any]) -> str:
 def mistakes(content: Mapping[str, Any]) -> list[str]:
     """Return a line for each mistake in `content`, which was read from a params.yaml."""
     lines: list[str] = []
-    tree = schema.sections(content)
+    tree = params_file.sections(content)
     typed = {name: _parsed(content.get(name, tree[name]), kind, name, lines) for name, kind in SECTIONS.items()}
     typed["recipes"] = _recipes(tree["recipes"], tree["recovery"], lines)
     sections = schema.Params.model_fields
@@ -89,13 +89,13 @@ def typed_section(name: str) -> Any:
     Raises:
         ParamsError: the section has mistakes; the message lists all.
     """
-    return schema.parse(schema.sections(schema.read())[name], SECTIONS[name], PARAMS, name)
+    return params_file.parse(params_file.sections(params_file.read())[name], SECTIONS[name], PARAMS, name)
 
 
 def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
     """Parse `content` as the type `kind`. If it has mistakes, append them to `lines` and return None."""
     try:
-        return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
+        return TypeAdapter(kind).validate_json(params_file.as_json(content), strict=True)
     except ValidationError as error:
         lines += describe(error, content, prefix, kind)
         return None

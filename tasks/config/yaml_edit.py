@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from tasks.artifacts import atomic_files
-from tasks.config.schema import PARAMS
+from tasks.config.params_file import PARAMS
 
 
 def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:

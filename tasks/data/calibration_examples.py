@@ -11,7 +11,8 @@ import pandas as pd
 from datasets import Dataset, concatenate_datasets
 
 from tasks.artifacts.task_spec import CALIBRATION_TEXTS, SPLITS, load_split, load_task
-from tasks.config.schema import Written, section
+from tasks.config.params_file import section
+from tasks.config.schema import Written
 from tasks.data.loading import with_originals
 from tasks.data.writing import written_blocks
 from tasks.models.model_io import TEACHER, load_tokenizer

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from eckart.progress import Item
 from eckart.text.self_written import write_text
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Model, Written, section
+from tasks.config.params_file import section
+from tasks.config.schema import Model, Written
 from tasks.data.loading import encoded
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from eckart.recipe import merge
 from tasks.artifacts.metrics import MetricName
-from tasks.config import schema as params
-from tasks.config import validation
+from tasks.config import params_file, validation
 from tasks.config.mistakes import report
+from tasks.config.params_file import PARAMS, ParamsError
 from tasks.config.resolved import resolve
-from tasks.config.schema import PARAMS, ParamsError, Seed
+from tasks.config.schema import Section, Seed
 from tasks.multi_seed import published_numbers as published
 from tasks.multi_seed import trials
 from tasks.multi_seed.published_numbers import Published
@@ -70,7 +70,7 @@ class StudyFile:
         return replace(self, params=trials.best(self.params, tried), trials=None, tried=tuple(tried))
 
 
-class _Own(params.Section):
+class _Own(Section):
     """The keys that a study's file may have in addition to the sections of params.yaml."""
 
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
@@ -91,11 +91,13 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
             mistakes, which the message lists.
     """
     path = _path(file)
-    stated = params.read(file)
-    own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
+    stated = params_file.read(file)
+    own = params_file.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
     if lines := list(_own_mistakes(own, stated, tasks)):
         raise ParamsError(report(file, lines))
-    common = merge(merge(params.read(), {"export": {"recipes": []}}), stated)  # by default, a study exports nothing
+    common = merge(
+        merge(params_file.read(), {"export": {"recipes": []}}), stated
+    )  # by default, a study exports nothing
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]

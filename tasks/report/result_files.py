@@ -26,7 +26,7 @@ from tasks.artifacts.results_schema import (
     predictions_file,
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
-from tasks.config import schema
+from tasks.config import params_file, schema
 from tasks.nlp_tasks import kind_of
 from tasks.report.results import CandidateResults, Curve, Point, Results, ScoredModel, Settings
 from tasks.runtime.stage_runner import StageError
@@ -41,8 +41,8 @@ def load_results() -> Results:
     Raises:
         StageError: a file is missing or malformed, or belongs to another run than the rest.
     """
-    study = schema.section("study", schema.Study)
-    keeps, exported = schema.keeps(), schema.exported()
+    study = params_file.section("study", schema.Study)
+    keeps, exported = params_file.keeps(), params_file.exported()
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
     layers = _read(TARGETS, Targets, "importance")
@@ -69,11 +69,11 @@ def load_results() -> Results:
         calibration_warnings=layers.warnings,
         dense=dense,
         curve=_read_curve(TEACHER_CURVE, "teacher"),
-        control=schema.section("study.control", str),
+        control=params_file.section("study.control", str),
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports=exports,
-        limits=schema.section("promotion", schema.Promotion),
+        limits=params_file.section("promotion", schema.Promotion),
         resampled=resampled(task, test),
         validated=resampled(task, validation),
         only_answers={model: answer for model, answer in only.items() if answer is not None},
@@ -82,13 +82,13 @@ def load_results() -> Results:
 
 def _load_settings() -> Settings:
     return Settings(
-        seed=schema.section("seed", schema.Seed),
-        data=schema.section("data", schema.Data),
-        model=schema.section("model", schema.Model),
-        teacher=schema.section("teacher", schema.Training),
-        trainer=schema.section("trainer", schema.Trainer),
-        benchmark=schema.section("benchmark", schema.Benchmark),
-        recipes=schema.section("recipes", dict[str, Any]),
+        seed=params_file.section("seed", schema.Seed),
+        data=params_file.section("data", schema.Data),
+        model=params_file.section("model", schema.Model),
+        teacher=params_file.section("teacher", schema.Training),
+        trainer=params_file.section("trainer", schema.Trainer),
+        benchmark=params_file.section("benchmark", schema.Benchmark),
+        recipes=params_file.section("recipes", dict[str, Any]),
     )
 
 

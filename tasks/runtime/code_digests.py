@@ -24,7 +24,7 @@ import grimp
 
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, recipe_and_keep
-from tasks.config import schema
+from tasks.config import params_file
 from tasks.runtime.code_folders import PACKAGES, belongs, code_folders
 
 _METHODS = ("eckart.ranks", "eckart.recovery", "eckart.residual", "eckart.shaping")
@@ -133,14 +133,14 @@ def check_stage(stage: str) -> None:
     Raises:
         CodeChanged: the digests differ.
     """
-    if not schema.RESOLVED.exists():
+    if not params_file.RESOLVED.exists():
         return
-    parameters = schema.resolved()
+    parameters = params_file.resolved()
     recorded: Any = parameters.get("code", {}).get(stage.partition("@")[0])
     if recorded and (candidate := candidate_of(stage)):
         recorded = recorded.get(recipe_and_keep(candidate)[0])
     if recorded and recorded != StageCode(parameters).digest(stage):
-        raise CodeChanged(f"the code has changed since {schema.RESOLVED} was written; run again")
+        raise CodeChanged(f"the code has changed since {params_file.RESOLVED} was written; run again")
 
 
 def _packages_of(module: str) -> list[str]:

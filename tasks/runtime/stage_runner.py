@@ -20,7 +20,8 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError as EckartError
 from tasks.artifacts.errors import StageError as StageError
 from tasks.artifacts.names import candidate_name, stage_name
-from tasks.config.schema import Threads, Trainer, section
+from tasks.config.params_file import section
+from tasks.config.schema import Threads, Trainer
 from tasks.runtime.code_digests import check_stage
 
 

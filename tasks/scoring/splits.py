@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import Score, Scores, predictions_file
 from tasks.artifacts.task_spec import Split, Task, load_split, load_task, load_texts
-from tasks.config.schema import Evaluate, Model, section
+from tasks.config.params_file import section
+from tasks.config.schema import Evaluate, Model
 from tasks.data.loading import with_originals
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of

@@ -9,7 +9,7 @@ import torch
 
 from eckart.calibration.statistics_files import load_statistics
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
-from tasks.config.schema import read
+from tasks.config.params_file import read
 from tests.workspace import merged, run_stage, tiny_workspace, write_params
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tasks import resolve
+from tasks.config.params_file import ParamsError, read, section
 from tasks.config.resolved import resolve as with_defaults
-from tasks.config.schema import Count, ParamsError, read, section
+from tasks.config.schema import Count
 from tests.workspace import REPOSITORY, tiny_params, write_params
 
 RESOLVED = Path("resolved.yaml")

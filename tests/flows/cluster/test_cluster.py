@@ -37,7 +37,7 @@ from flows.engine.stage_processes import CommandFailed
 from flows.engine.stages import Planned
 from flows.study import _in_order, _run_all
 from tasks.artifacts.errors import EckartError
-from tasks.config.schema import read
+from tasks.config.params_file import read
 from tests.flows import forked
 from tests.flows.forked import Command
 from tests.flows.servers import until

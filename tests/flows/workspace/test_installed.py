@@ -29,7 +29,7 @@ from flows.workspace import installation, worktrees
 from flows.workspace.init import InitError, InitOptions
 from tasks import resolve
 from tasks.config import yaml_edit
-from tasks.config.schema import read
+from tasks.config.params_file import read
 from tasks.config.validation import mistakes
 from tasks.runtime import code_folders
 from tasks.runtime.code_digests import CodeChanged

@@ -13,8 +13,9 @@ import eckart
 from eckart.recipe import Recipe, recipes
 from tasks.config import reference
 from tasks.config.mistakes import models_in
+from tasks.config.params_file import ParamsError, section
 from tasks.config.resolved import resolve
-from tasks.config.schema import Goal, Params, ParamsError, section
+from tasks.config.schema import Goal, Params
 from tasks.config.validation import mistakes
 from tests.workspace import REPOSITORY, repository_params, write_params
 

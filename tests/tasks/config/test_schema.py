@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 
-from tasks.config.schema import (
-    Benchmark,
-    Check,
-    Data,
-    Importance,
-    ParamsError,
-    Seed,
-    Sizes,
-    Study,
-    Training,
-    parse,
-    read,
-    section,
-)
+from tasks.config.params_file import ParamsError, parse, read, section
+from tasks.config.schema import Benchmark, Check, Data, Importance, Seed, Sizes, Study, Training
 from tests.workspace import merged, tiny_params, write_params
 
 PATH = Path("params.yaml")

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from eckart.calibration.statistics import STATISTIC_KINDS
 from tasks.artifacts.metrics import METRICS
 from tasks.config import validation as checking
-from tasks.config.schema import Importance, Params, ParamsError
+from tasks.config.params_file import ParamsError
+from tasks.config.schema import Importance, Params
 from tasks.config.validation import check, mistakes
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime import code_folders

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from eckart.recipe import merge
+from tasks.config.params_file import ParamsError
 from tasks.config.resolved import resolve
-from tasks.config.schema import ParamsError
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.study_file import StudyFile, load
 from tasks.multi_seed.trials import Trial, Trials

@@ -29,7 +29,8 @@ from flows.study import StudyFailed
 from tasks.artifacts.errors import EckartError
 from tasks.compare import compare
 from tasks.config import yaml_edit
-from tasks.config.schema import Goal, ParamsError, parse, read
+from tasks.config.params_file import ParamsError, parse, read
+from tasks.config.schema import Goal
 from tasks.report.choose_candidate import CHOICE
 from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times

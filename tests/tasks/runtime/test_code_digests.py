@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from tasks.config import schema
+from tasks.config import params_file
 from tasks.runtime import code_digests
 from tasks.runtime.code_digests import StageCode
 from tasks.runtime.code_folders import PIPELINE
@@ -117,9 +117,9 @@ def test_source_is_parsed_although_other_code_is_parsed_meanwhile() -> None:
 def test_code_is_not_checked_where_nothing_names_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code_digests.check_stage("extract")
-    schema.RESOLVED.write_text("code: {}\n")
+    params_file.RESOLVED.write_text("code: {}\n")
     code_digests.check_stage("extract")
-    schema.RESOLVED.write_text(f"code: {{extract: other}}\n{YAML_PARAMETERS}")
+    params_file.RESOLVED.write_text(f"code: {{extract: other}}\n{YAML_PARAMETERS}")
     with pytest.raises(code_digests.CodeChanged):
         code_digests.check_stage("extract")
 
