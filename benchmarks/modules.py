@@ -30,9 +30,9 @@ from tasks.artifacts.paths import FINETUNED, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Benchmark, Threads
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load, random_inputs
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.report.numbers import counted
 from tasks.report.rounding import rounded
 from tasks.scoring.timing import in_rounds
@@ -120,7 +120,7 @@ def main() -> None:
     folders = {ORIGINAL: TEACHER} | {name: FINETUNED / name for name in asked.candidates}
     models = {name: load(folder, auto)[0].eval() for name, folder in folders.items()}
     for model in models.values():
-        place(model)
+        to_device(model)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else counted(threads, "thread")
     targets = Targets.model_validate_json(TARGETS.read_text()).targets
     rows = modules_to_time(models[ORIGINAL], [layer.name for target in targets for layer in target.layers])

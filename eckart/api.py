@@ -64,10 +64,10 @@ from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm, mamba
 from eckart.model.experts import unfused
-from eckart.model.incoming import MERGE_FIRST, check_base
 from eckart.model.layers import keep_values
 from eckart.model.macs import macs
 from eckart.model.module_context import eval_mode
+from eckart.model.quantized_or_adapted import MERGE_FIRST, check_base
 from eckart.model.round_trip import check_saved
 from eckart.model.targets import Targets, find_targets, has_other_forward, unmatched_warning
 from eckart.progress import Item, Progress, bar

@@ -66,9 +66,15 @@ class Report:
     seconds: Mapping[str, float]
 
     @property
+    def target_parameters(self) -> tuple[int, int]:
+        """Number of parameters of all target layers, (before, after), without biases."""
+        before, after = zip(*(target.parameters for target in self.targets.values()), strict=True)
+        return sum(before), sum(after)
+
+    @property
     def keep(self) -> float:
         """Share of the target layers' parameters that is kept."""
-        before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
+        before, after = self.target_parameters
         return after / before
 
     @property
@@ -83,7 +89,7 @@ class Report:
         return {name: target.rank for name, target in self.targets.items() if target.rank is not None}
 
     def __str__(self) -> str:
-        before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
+        before, after = self.target_parameters
         narrowed = [target for target in self.targets.values() if target.narrowed]
         dense = [target for target in self.targets.values() if target.rank is None and not target.narrowed]
         unshrinkable = sum(target.no_rank for target in dense)

@@ -529,7 +529,9 @@ def promote(
         other = "--again" if again else "--first" if first else candidate
         raise EckartError(f"{other} and --rollback contradict each other: give only one")
     if rollback:
-        _roll_back()
+        from flows.promotion import flow
+
+        print(flow.rollback())
         return
     settings.use_local_server()
     from flows.display import terminal
@@ -552,12 +554,6 @@ def promote(
         raise
     _print_gates(result.gates)
     print(result.message)
-
-
-def _roll_back() -> None:
-    from flows.promotion import flow  # slow imports, not for --help
-
-    print(flow.rollback())
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tasks.config import params_file, validation, yaml_edit
-from tasks.config.params_file import PARAMS
+from tasks.config import validation, yaml_edit
+from tasks.config.params_file import PARAMS, ParamsError, parse, read
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.numbers import score, size, times
 from tasks.report.result_files import load_results
@@ -30,7 +30,7 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         StudyFailed: some stages failed, and not because of a value that was added here.
     """
     if not validation.typed_section("study").goals:
-        raise params_file.ParamsError(
+        raise ParamsError(
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
     logged: set[str] = set()
@@ -65,8 +65,8 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
 
 def _keeps() -> set[float]:
-    """Return the values in params.yaml, which the user may have edited during the run."""
-    return {*validation.typed_section("study").keeps}
+    """Return the values as params.yaml writes them (1, not 1.0); the user may have edited them during the run."""
+    return {*parse(read()["study"]["keeps"], tuple[int | float, ...], PARAMS, "study.keeps")}
 
 
 def _set_keeps(keeps: set[float]) -> None:
@@ -75,7 +75,7 @@ def _set_keeps(keeps: set[float]) -> None:
 
 def _line(results: Results, keep: str) -> str:
     """Return a line about the best candidate at `keep`, chosen on validation examples."""
-    best = results.best(candidate for candidate in results.candidates if candidate.keep == keep)
+    best = results.best(results.at(keep))
     assert best is not None  # each recipe has a candidate at each keep
     return (
         f"keep {keep}: {best.name} has {results.metric.title} {score(best.recovered)} on test examples (original "

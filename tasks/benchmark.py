@@ -24,9 +24,9 @@ from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, La
 from tasks.artifacts.task_spec import load_task
 from tasks.config import params_file, schema
 from tasks.config.params_file import section
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.hardware import processor
 from tasks.runtime.stage_runner import run, say
 from tasks.scoring.timing import Forward, in_rounds, in_torch, ratio
@@ -78,7 +78,7 @@ def _same_shapes(names: Sequence[str]) -> list[list[str]]:
 
 def _load(folder: Path) -> PreTrainedModel:
     model, _ = load(folder, kind_of(load_task()).auto)
-    place(model)
+    to_device(model)
     return model.eval()
 
 

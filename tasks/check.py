@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split, load_split, load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Check
 from tasks.data_checks.champion_data import changes, load_reference
 from tasks.data_checks.counts import of_splits
 from tasks.data_checks.findings import FINDINGS, Findings
-from tasks.runtime.stage_runner import StageError, run, say
+from tasks.runtime.stage_runner import run, say
 from tasks.runtime.templates import template
 
 CHECKED = Path("data/checked.json")

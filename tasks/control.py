@@ -18,9 +18,9 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Seed, Trainer
 from tasks.data.loading import encoded
+from tasks.models.device import to_device
 from tasks.models.model_io import CONTROL, TEACHER, load, save
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run
 from tasks.training.recovery import load_teacher, recover
 
@@ -36,7 +36,7 @@ def control() -> None:
         recovery = Finetune(steps=0)
     set_seed(seed)
     model, tokenizer = load(TEACHER, kind.auto)
-    place(model)
+    to_device(model)
 
     problem = RecoveryProblem(
         model=model,

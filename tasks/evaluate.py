@@ -16,17 +16,18 @@ from eckart.model.targets import Target, Targets, Tied
 from eckart.ranks.budget import allowance
 from eckart.recipe_parts import Source
 from tasks.artifacts.decision import Decision, load_decision
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, TARGETS, source_model
 from tasks.artifacts.results_schema import Evaluation, Score, TargetSize
 from tasks.config.params_file import section
 from tasks.config.schema import Model
 from tasks.data.loading import batches
-from tasks.models.model_io import DENSE, TEACHER, load, size
+from tasks.models.device import to_device
+from tasks.models.model_io import SOURCE_FOLDERS, TEACHER, load, size
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.nlp_tasks.nlp_task import Scored
-from tasks.runtime.stage_runner import StageError, run_candidate
+from tasks.runtime.stage_runner import run_candidate
 from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
 
 
@@ -49,7 +50,7 @@ def evaluate(recipe: str, keep: str) -> None:
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     scorer, device_map = load_scorer("test", "validation"), section("model", Model).device_map
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)
-    from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
+    from_teacher = parts.sequential is None and source_model(name, SOURCE_FOLDERS[parts.source]) == TEACHER
     # loads two models, so it comes before the others; not with a device map, which may place their layers differently
     alone = _losses_alone(name, targets, decision, scorer) if from_teacher and device_map is None else {}
     shaped = None
@@ -99,10 +100,10 @@ def _losses_alone(name: str, targets: Sequence[Target], decision: Decision, scor
         return {}
     (dense, tokenizer), (small, _) = load(TEACHER, kind.auto), load(FACTORIZED / name, kind.auto)
     unfuse(dense, targets)
-    place(small)
+    to_device(small)
     data = kind.encode(scorer.splits["validation"], tokenizer, "validation")
     probes = data.select(range(min(settings.probes, len(data))))
-    examples = list(batches(probes, kind.collate(tokenizer, dense), settings.batch_size, place(dense)))
+    examples = list(batches(probes, kind.collate(tokenizer, dense), settings.batch_size, to_device(dense)))
     ranks = {name: rank for name, rank in decision.ranks.items() if name not in decision.narrowed}
     with_rank = [target for target in targets if ranks.get(target.name) is not None]
     return losses_alone(dense, small, with_rank, examples, kind.objective())

@@ -24,9 +24,9 @@ from tasks.artifacts.task_spec import SPLITS, load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Count, Labels, Model
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load, save
+from tasks.models.device import to_device
+from tasks.models.model_io import SOURCE_FOLDERS, load, save
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
 from tasks.training.refined_blocks import RefinedBlocks
 
@@ -57,14 +57,14 @@ def factorize(recipe: str, keep: str) -> None:
     labels = section("importance.labels", Labels)
     calibration: Iterable[Batch] = ()
     device_map = section("model", Model).device_map if parts.sequential else None
-    source = source_model(name, DENSE[parts.source])
+    source = source_model(name, SOURCE_FOLDERS[parts.source])
     model, tokenizer = load(source, kind.auto, device_map=device_map)
     targets = Targets.model_validate_json(TARGETS.read_text()).targets
     unfuse(model, targets)
     store = NO_STORE
     if parts.sequential:
         data = encoded("calibration", tokenizer)
-        calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
+        calibration = batches(data, kind.collate(tokenizer, model), size, to_device(model))
     if parts.sequential and parts.sequential.refine:
         inputs = (source, IMPORTANCE, RANKS / name, CALIBRATION, SPLITS / "task.json")
         settings = {**parts.model_dump(mode="json"), "size": size, "labels": labels, "device_map": device_map}

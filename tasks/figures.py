@@ -13,14 +13,15 @@ import torch
 
 from eckart.model.experts import unfuse
 from eckart.model.targets import weight_of
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.names import FIGURES_STAGE, candidate_name
 from tasks.artifacts.paths import FACTORIZED, RANKS, SHAPED
 from tasks.config.params_file import section
 from tasks.config.schema import Count, FigurePart, Study
 from tasks.data.loading import batches, encoded
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.report.figures import of_weights
 from tasks.report.figures.drawing import Format, draw
 from tasks.report.figures.of_results import plots_of, sensitive_rows
@@ -28,7 +29,7 @@ from tasks.report.figures.of_weights import Weights
 from tasks.report.figures.plot import ORIGINAL, Figure, Plot
 from tasks.report.result_files import load_results
 from tasks.report.results import Results
-from tasks.runtime.stage_runner import StageError, output, run_item, say
+from tasks.runtime.stage_runner import output, run_item, say
 
 FIGURES = Path("reports/figures")
 _EXAMPLES = 128  # most calibration examples for the scores of neurons
@@ -90,7 +91,7 @@ def _neuron_scores(results: Results, names: list[str]) -> Iterator[Figure]:
             model, tokenizer = load(FACTORIZED / candidate_name(recipe, keep), kind.auto)
             data = encoded("calibration", tokenizer)
             data = data.select(range(min(_EXAMPLES, len(data))))
-            examples = batches(data, kind.collate(tokenizer, model), size, place(model))
+            examples = batches(data, kind.collate(tokenizer, model), size, to_device(model))
             scores[recipe] = of_weights.neuron_scores(model, names, examples, kind.objective().loss)
         if any(scores.values()):
             yield of_weights.score_histogram(results.name, keep, scores, results.recipes)

@@ -20,9 +20,9 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Seed, Trainer
 from tasks.data.loading import encoded
-from tasks.models.model_io import DENSE, load, save
+from tasks.models.device import to_device
+from tasks.models.model_io import SOURCE_FOLDERS, load, save
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run_candidate
 from tasks.training.recovery import load_teacher, recover
 
@@ -42,11 +42,11 @@ def finetune(recipe: str, keep: str) -> None:
     seed, trainer, kind = section("seed", Seed), section("trainer", Trainer), kind_of(load_task())
     set_seed(seed)
     model, tokenizer = load(FACTORIZED / name, kind.auto)
-    place(model)
+    to_device(model)
     targets = Targets.model_validate_json(TARGETS.read_text()).targets
 
     def source() -> PreTrainedModel:
-        dense, _ = load(source_model(name, DENSE[parts.source]), kind.auto)
+        dense, _ = load(source_model(name, SOURCE_FOLDERS[parts.source]), kind.auto)
         unfuse(dense, targets)
         return dense
 

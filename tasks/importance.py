@@ -23,9 +23,9 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Importance, Model, TargetPatterns
 from tasks.data.loading import batches, encoded
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 EXAMPLES = "examples.txt"
@@ -61,7 +61,7 @@ def gather(folder: Path, part: Callable[[int], range] = range, warn: Callable[[s
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss
     model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
-    data, collate, device = encoded("calibration", tokenizer), kind.collate(tokenizer, model), place(model)
+    data, collate, device = encoded("calibration", tokenizer), kind.collate(tokenizer, model), to_device(model)
 
     def examples(indices: range, size: int) -> Iterator[Batch]:
         return batches(data.select(indices), collate, size, device)

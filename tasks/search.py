@@ -38,9 +38,10 @@ from tasks.artifacts.task_spec import Split, load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Clip, Count, Edges, Labels, Seed, Trainer
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load, save
+from tasks.models.device import to_device
+from tasks.models.model_io import SOURCE_FOLDERS, load, save
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import Collate, place
+from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
 from tasks.training.loop import train
 
@@ -64,7 +65,7 @@ def search(recipe: str, keep: str) -> None:
     kind = kind_of(load_task())
     objective = kind.objective(section("importance.labels", Labels))
     set_seed(seed)
-    model, tokenizer = load(DENSE[parts.source], kind.auto)
+    model, tokenizer = load(SOURCE_FOLDERS[parts.source], kind.auto)
     data = _Data(
         model=model,
         collate=kind.collate(tokenizer, model),
@@ -154,7 +155,7 @@ class _Data:
         """Move the model to the accelerator; return calibration examples there, in batches (see Calibration)."""
         data = self.encoded("calibration")
         rows = [*range(len(data))[skip : None if examples is None else skip + examples]]  # select refuses empty ranges
-        return list(batches(data.select(rows), self.collate, self.batch_size, place(self.model)))
+        return list(batches(data.select(rows), self.collate, self.batch_size, to_device(self.model)))
 
 
 def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:

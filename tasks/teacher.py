@@ -11,6 +11,7 @@ from transformers import set_seed
 
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.schedules import steps_in
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import TEACHER_CURVE
 from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.params_file import section
@@ -21,7 +22,7 @@ from tasks.models.base_model import Base, load_base
 from tasks.models.causality import check_causal
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError, output, run, say, warn
+from tasks.runtime.stage_runner import output, run, say, warn
 from tasks.training.loop import train
 
 

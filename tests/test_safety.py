@@ -26,13 +26,13 @@ from eckart.training.rules import Rule
 from flows.cli import app
 from flows.environment import redaction
 from flows.tracking.mirror import Mirror
+from tasks.artifacts.errors import StageError
 from tasks.config import validation
 from tasks.config.params_file import ParamsError
 from tasks.config.schema import Data, Model
 from tasks.data.reading import load_source
 from tasks.models.base_model import load_base
 from tasks.models.model_io import load
-from tasks.runtime.stage_runner import StageError
 from tasks.training.checkpoints import CHECKPOINTS, SECONDS
 from tests.training import train
 from tests.workspace import BASE, REPOSITORY, a_task, bert, collate, rows, tiny_params, tiny_workspace, write_params

@@ -51,7 +51,6 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.model.experts import unfuse_like, unfused_experts
-from eckart.model.incoming import check_saved_weights, check_unadapted, forget_gguf
 from eckart.model.layers import (
     LowRankEmbedding,
     LowRankLayer,
@@ -67,6 +66,7 @@ from eckart.model.layers import (
     tie_head,
     tied_heads,
 )
+from eckart.model.quantized_or_adapted import check_saved_weights, check_unadapted, forget_gguf
 
 NEEDED = "factorized: install or update the Python package eckart, and `import eckart` before you load this model"
 """Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""

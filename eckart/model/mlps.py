@@ -38,6 +38,11 @@ class Mlp(BaseModel):
     neurons: int
     interleaved: bool = False
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all targets of the MLP."""
+        return (*self.up, self.down)
+
     def outputs_of(self, neurons: Tensor, size: int) -> Tensor:
         """Return which of the `size` outputs of one of `up` belong to `neurons`."""
         return outputs_of(neurons, size // self.neurons, self.neurons, self.interleaved)
@@ -110,7 +115,7 @@ def _run_narrower(model: PreTrainedModel, mlps: Sequence[Mlp], example: Batch) -
     smaller: dict[str, nn.Module] = {}
     for mlp in mlps:
         few = next((number for number in range(2, mlp.neurons) if gcd(number, mlp.neurons) == 1), 1)
-        for name in (*mlp.up, mlp.down):
+        for name in mlp.layers:
             module = model.get_submodule(name)
             rows, columns = shape_of(module)
             shape = (rows, few) if name == mlp.down else (few * rows // mlp.neurons, columns)

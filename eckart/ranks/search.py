@@ -12,7 +12,7 @@ from eckart.ranks.budget import NoRank, allowance, stored, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult, losses_of_components
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from eckart.shaping.outcome import average_rank, empty_rows, share_left
+from eckart.shaping.weight_measures import average_rank, empty_rows, share_left
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ class Tolerance(Method):
         error, the model has its dense weights again.
 
         Raises:
-            NoRank: the smallest ranks of all grids exceed `keep`.
-            ValueError: the ranks that `increase` allows exceed `keep`, there is not a batch, a target belongs to an
-                expert, or the loss of the model is not positive and finite.
+            NoRank: the smallest ranks of all grids, or the ranks that `increase` allows, exceed `keep`.
+            ValueError: there is not a batch, a target belongs to an expert, or the loss of the model is not positive
+                and finite.
         """
         targets = problem.targets
         if of_expert := next((target.name for target in targets if target.routed_by), None):
@@ -233,13 +233,13 @@ class _Walks:
         """Return the ranks that a relative increase of the loss allows.
 
         Raises:
-            ValueError: these ranks have more parameters than `budget`.
+            NoRank: these ranks have more parameters than `budget`.
         """
         ranks = self._walk(increase).ranks
         if (parameters := total(self.targets, ranks)) > budget:
-            raise ValueError(
-                f"increase={increase:g} keeps {parameters} parameters, more than the {budget} of keep: raise "
-                "ranks.increase or keep"
+            raise NoRank(
+                f"keep={self.problem.keep:g} is too small for what increase={increase:g} keeps, {parameters} "
+                f"parameters instead of {budget}: raise ranks.increase or keep"
             )
         return ranks
 

@@ -124,7 +124,7 @@ class Waterfill(Filling, ByFormula):
         if not self.narrow:
             return super().search(problem)
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
-        only_narrow = {name for mlp in mlps for name in (*mlp.up, mlp.down)} if self.one_width else set[str]()
+        only_narrow = {name for mlp in mlps for name in mlp.layers} if self.one_width else set[str]()
         ranked = tuple(target for target in problem.targets if target.name not in only_narrow)
         spectra, budget = replace(problem, targets=ranked).spectra(), ranked_allowance(problem.targets, problem.keep)
         states, orders, narrowings, ways = self._states(ranked, spectra), {}, {}, {}
@@ -133,7 +133,7 @@ class Waterfill(Filling, ByFormula):
             orders[mlp] = replace(order, moments={})  # frees their memory
             narrowings[mlp] = _narrowing(problem, mlp, order)
             if not self.one_width:
-                in_ranks = Way({name: states.pop(name) for name in (*mlp.up, mlp.down)})
+                in_ranks = Way({name: states.pop(name) for name in mlp.layers})
                 ways[mlp] = [in_ranks, Way({}, narrowings[mlp]), *self._both(problem, mlp, order)]
         if self.one_width:
             best = _filled_with_one_width(states, narrowings, problem.keep, budget)
@@ -179,7 +179,7 @@ class Waterfill(Filling, ByFormula):
     def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
         """Yield ways in which an MLP loses neurons and its layers get pivots, at the widths with moments in `order`."""
         widths = {neurons: order.width(mlp, neurons) for neurons in order.moments}
-        targets = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
+        targets = [target for target in problem.targets if target.name in mlp.layers]
         moments = {target.name: _moments(problem, target, mlp, order) for target in targets}
         for neurons, width in widths.items():
             smaller = narrowed(targets, {mlp.down: width})
@@ -214,7 +214,7 @@ def _absorbed(problem: SearchProblem, target: Target, side: Literal["left", "rig
 
 def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> State:
     """Return the state of the width of an MLP that only gets a width."""
-    layers = [target for target in problem.targets if target.name in (*mlp.up, mlp.down)]
+    layers = [target for target in problem.targets if target.name in mlp.layers]
     price = sum(target.parameters for target in layers) // mlp.neurons  # of a neuron
     widths, losses = order.widths[1:], order.losses[1:]
     costs = [price * width for width in widths]

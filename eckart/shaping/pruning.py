@@ -24,7 +24,7 @@ from eckart.model.layers import by_outputs
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
-from eckart.shaping.outcome import share_left
+from eckart.shaping.weight_measures import share_left
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
 from eckart.training.schedules import cubic, exceeding, steps_in

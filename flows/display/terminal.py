@@ -34,7 +34,7 @@ _console: Console | None = None
 
 
 @contextmanager
-def terminal(quiet: bool = False) -> Iterator[None]:
+def terminal(quiet: bool) -> Iterator[None]:
     """Draw a live display while the block runs, if standard error is a terminal; erase the display at the end.
 
     Args:

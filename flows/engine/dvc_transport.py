@@ -188,7 +188,7 @@ def _is_pushed(out: Output) -> bool:
     return bool(out.use_cache and out.can_push and out.hash_info) and not out.stage.is_repo_import
 
 
-def _push_all(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None = None) -> set[str]:
+def _push_all(repo: Repo, objects: set[HashInfo], odb: HashFileDB | None) -> set[str]:
     """Push these outputs to a remote, the default one unless `odb` is another, and return the digests that it lacks.
 
     The remote is asked about each file. DVC does not ask about files that its index of the remote names, nor about

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Computed:
     """Result of a stage that was executed.
 
-    seconds: time that its command took; None if another workspace ran it and did not know the time.
+    seconds: time that its command took; None if unknown, as after `dvc repro`.
     outs: for each output, in the order of the stage's outputs: its digest and its metadata, such as the size, both as
         DVC's dictionaries.
     """

@@ -61,7 +61,7 @@ class Outcome:
     stage: str
     status: Status
     seconds: float | None
-    """Time that the command took when the result was computed; None if it was computed with another cache."""
+    """Time that the command took when the result was computed; None if unknown, as after `dvc repro`."""
     key: str
     """Digest of command, dependencies and parameters: two runs with the same key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def plan(clear: bool = False) -> list[Planned]:
             kinds[stage.name] = _digest(json.dumps(kind))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
-            planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
+            planned[stage.name] = _planned(stage, definition, upstream, cached)
     first: dict[str, str] = {}  # kind of computation → the stage that does it for all
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
@@ -192,7 +192,7 @@ def resolve_parameters() -> None:
             return
         if _up_to_date(stage):
             return
-        planned = _planned(stage)
+        planned = _planned(stage, _definition(stage))
     lines: list[str] = []
     try:
         with stage_processes.reaping():
@@ -201,14 +201,17 @@ def resolve_parameters() -> None:
         raise WorkspaceUnusable("\n".join(lines) or str(failure)) from failure
 
 
-def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
+def _planned(
+    stage: PipelineStage, definition: str, upstream: tuple[str, ...] = (), cached: Outcome | None = None
+) -> Planned:
     return Planned(
         name=stage.name,
         upstream=upstream,
         alone=bool((stage.meta or {}).get("alone")),
         reads=tuple(dep.fs_path for dep in stage.deps),
         writes=tuple(out.fs_path for out in stage.outs),
-        definition=definition_of(stage),
+        definition=_digest(definition),
+        cached=cached,
     )
 
 

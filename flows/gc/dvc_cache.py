@@ -1,4 +1,4 @@
-"""Sort the files of DVC's cache (objects, run cache, times of stages) into those that stay and those that go."""
+"""Sort the files of DVC's cache (objects, run cache, results of stages) into those that stay and those that go."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     copies = list(cache_dir.glob("files/md5/??/*.tmp"))  # which a full disk or a kill cut off
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
-    times = list(cache_dir.glob("computed/*.json"))
+    results = list(cache_dir.glob("computed/*.json"))
     objects_go = [path for path in objects if _digest(path) not in kept]
     runs_go = [path for path in runs if not _outs(path) <= kept]
-    times_go = [path for path in times if not in_text(path.read_text("utf-8", "replace")) <= kept]
+    results_go = [path for path in results if not in_text(path.read_text("utf-8", "replace")) <= kept]
     return [
         kind("objects of DVC's cache", objects, objects_go, partial(_remove, objects_go)),
         kind("copies that were cut off", copies, copies, partial(_remove, copies)),
         kind("entries of the run cache", runs, runs_go, partial(_remove, runs_go)),
-        kind("times of stages", times, times_go, partial(_remove, times_go)),
+        kind("results of stages", results, results_go, partial(_remove, results_go)),
     ]
 
 

@@ -49,7 +49,7 @@ def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
         raise CannotCollect(
             f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"
         )
-    if database.all_is_local() and not database.file().exists() and not last_champion.last(model):
+    if last_champion.is_first(model):
         yield set(), [_registered(0)]
         return
     with versions.connected(model) as registry:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.engine import cached_objects
 from flows.engine.stages import Outcome
-from tasks.artifacts.errors import EckartError
+from tasks.artifacts.errors import EckartError, StageError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split
 from tasks.config.schema import Promotion
@@ -26,7 +26,7 @@ from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, short
 from tasks.report.result_files import read_predictions
 from tasks.report.results import DENSE
-from tasks.runtime.stage_runner import StageError, quiet
+from tasks.runtime.stage_runner import quiet
 from tasks.scoring.bootstrap import resampled, standard_error
 
 TEST = SPLITS / "test.parquet"

@@ -49,7 +49,7 @@ def refresh(study: str, model: str) -> None:
 
 def _digests(study: str, model: str) -> dict[str, str]:
     """Return DVC's digests of the champion's files: name (of `PARTS`) → digest; empty if this study has no champion."""
-    if database.all_is_local() and not database.file().exists() and not last_champion.last(model):
+    if last_champion.is_first(model):
         return {}  # the first run: do not wait seconds for MLflow to create a database
     client = MlflowClient(database.address())
     registered = client.search_registered_models(f"name = '{model}'")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from flows.tracking import database
 from tasks.artifacts import atomic_files
 
 _FILE = Path(".eckart/champions.json")
@@ -29,6 +30,11 @@ _Champions = TypeAdapter(dict[str, Noted])
 def last(model: str) -> Noted | None:
     """Return the last champion of the model that this workspace has seen, if any."""
     return _read().get(model)
+
+
+def is_first(model: str) -> bool:
+    """Whether no model can have been registered here: MLflow has no database yet, and no champion is noted."""
+    return database.all_is_local() and not database.file().exists() and not last(model)
 
 
 def note(model: str, champion: Noted) -> None:

@@ -406,14 +406,14 @@ class Registry:
 
     def _follow(self) -> None:
         """Update the aliases `previous` and `challenger` to match the champion."""
-        if not (champion := self.champion()):
+        champion = self.champion()
+        if not champion or champion.tags.get(SMOKE) == _PENDING:
             return
-        if champion.tags.get(SMOKE) != _PENDING:
-            if before := self.before(champion):
-                self.client.set_registered_model_alias(self.name, PREVIOUS, before)
-            else:
-                self._drop(PREVIOUS)
-        if champion.tags.get(SMOKE) != _PENDING and self.aliases().get(CHALLENGER) == str(champion.version):
+        if before := self.before(champion):
+            self.client.set_registered_model_alias(self.name, PREVIOUS, before)
+        else:
+            self._drop(PREVIOUS)
+        if self.aliases().get(CHALLENGER) == str(champion.version):
             self._drop(CHALLENGER)
 
     def _drop(self, alias: str) -> None:

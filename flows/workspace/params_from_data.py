@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from tasks.artifacts.errors import StageError
 from tasks.config import yaml_edit
 from tasks.config.contradictions import column_mistakes
 from tasks.config.params_file import PARAMS, parse, read, sections
@@ -23,7 +24,6 @@ from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
 from tasks.models.model_io import UNLOADABLE, longest
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.runtime.stage_runner import StageError
 
 _SPLITS = ("train", "validation", "test")
 _VALIDATION = ("dev", "val", "valid")  # other names of that split
@@ -201,8 +201,8 @@ def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _most_tokens(config: PreTrainedConfig) -> int:
     """Return the number of tokens that the model has positions for, or 512 if it has more, or its config says none."""
-    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST
-    if stated > _MOST + 2:  # after RoBERTa's padding
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if not 0 < stated <= _MOST + 2:  # RoBERTa counts its padding; XLNet states -1
         return _MOST
     with suppress(*UNLOADABLE), torch.device("meta"):
         stated = longest(AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)) or stated

@@ -12,8 +12,8 @@ from functools import partial
 
 import pandas as pd
 
+from tasks.artifacts.errors import StageError
 from tasks.data import pypi_archives
-from tasks.runtime.stage_runner import StageError
 
 
 def _signed(name: str) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.errors import StageError
 
 SCHEME = "pypi://"
 # A requirement must begin with a word character: pip would read a leading - as an option.

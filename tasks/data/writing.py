@@ -10,9 +10,9 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section
 from tasks.config.schema import Model, Written
 from tasks.data.loading import encoded
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.runtime.stage_runner import explained, say
 
 
@@ -24,7 +24,7 @@ def written_blocks(params: Written) -> list[list[int]]:
     """
     task = load_task()
     model, tokenizer = load(TEACHER, kind_of(task).auto, device_map=section("model", Model).device_map)
-    place(model)
+    to_device(model)
     prompts = (
         [block[: params.prompts] for block in encoded("train", tokenizer)["input_ids"]] if params.prompts else None
     )

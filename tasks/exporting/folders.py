@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.paths import FINETUNED
-from tasks.runtime.stage_runner import StageError
 
 
 def folder_of(name: str) -> Path:

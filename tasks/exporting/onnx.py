@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eckart import onnx
 from eckart.calibration.losses import Batch
 from eckart.model.hf_format import plain_config
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.artifacts.results_schema import ExportedFile, Exports, Runtime
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
@@ -20,7 +21,7 @@ from tasks.exporting.folders import folder_of, new_folder
 from tasks.models import sentence_files
 from tasks.models.model_io import UNLOADABLE, load, saved_class
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError, output, quiet
+from tasks.runtime.stage_runner import output, quiet
 from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
 
 _EXAMPLES = 256  # maximum number of examples that are taken from a split

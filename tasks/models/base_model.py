@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from eckart.model.incoming import MERGE_FIRST, check_base, check_unquantized
+from eckart.model.quantized_or_adapted import MERGE_FIRST, check_base, check_unquantized
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.input_folders import BASE
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
@@ -31,7 +32,6 @@ from tasks.models import model_license, sentence_files, task_head
 from tasks.models.hub_snapshot import snapshot
 from tasks.models.model_io import ADAPTER, UNLOADABLE, check_complete, check_weights
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
 
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; '

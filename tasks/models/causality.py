@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eckart.model.module_context import eval_mode
+from tasks.artifacts.errors import StageError
 from tasks.models.model_io import inputs_device
-from tasks.runtime.stage_runner import StageError
 
 _TOKENS = 8
 _ROUNDING = 1e-2  # largest relative change of logits that counts as rounding, as in bfloat16

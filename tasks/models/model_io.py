@@ -17,15 +17,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from eckart.model import hf_format
 from eckart.model.macs import macs
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import Size
 from tasks.models import sentence_files
-from tasks.nlp_tasks._prediction import inputs_device
-from tasks.runtime.stage_runner import StageError
+from tasks.models.device import inputs_device
 
 TEACHER = Path("models/teacher")
 UNTAUGHT = Path("models/untaught")
 """Folder of the base model with a head for the task, before it is fine-tuned on the task."""
-DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
+SOURCE_FOLDERS: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 """`source` of a recipe → folder of the dense model to compress."""
 CONTROL = Path("models/control")
 ADAPTER = "adapter_config.json"

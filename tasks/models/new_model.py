@@ -17,11 +17,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import PreTokenizer, Punctuation, Sequence, WhitespaceSplit
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import NewModel
 from tasks.models.base_model import Base
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
 
 _PAD, _UNKNOWN, _END = "<pad>", "<unk>", "\n"
 _SPLITTERS: Mapping[str, PreTokenizer] = {

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.runtime.stage_runner import StageError
 
 _HEADS_OF_LABELS = ("ForMultipleChoice", "ForSequenceClassification", "ForTokenClassification")
 _SHOWN = 5  # most names of labels in a message

@@ -41,9 +41,7 @@ def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
     lines: list[tuple[str | float, ...]] = []
     for keep in first.keeps:
         for step in ("factorized", "recovered"):
-            models = _REFERENCES | {
-                candidate.recipe: (candidate.name, step) for candidate in first.candidates if candidate.keep == keep
-            }
+            models = _REFERENCES | {candidate.recipe: (candidate.name, step) for candidate in first.at(keep)}
             scored = {name: model for name, model in models.items() if model in first.resampled}
             for (left, model), (right, other) in combinations(scored.items(), 2):
                 ends = mean_difference(seeds, model, other)

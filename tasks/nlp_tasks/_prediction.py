@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import IGNORED, LABELS, Batch
 from tasks.artifacts.errors import StageError
+from tasks.models.device import to_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +53,7 @@ def predict(
     Raises:
         StageError: an output is not finite.
     """
-    order, device = by_length(data), place(model.eval())
+    order, device = by_length(data), to_device(model.eval())
     accepted = inspect.signature(model.forward).parameters.keys() - LABELS
     parts: list[tuple[np.ndarray, ...]] = []
     for start in range(0, len(order), batch_size):
@@ -71,18 +72,6 @@ def predict(
     if not all(np.isfinite(values).all() for values in arrays):
         raise StageError("the model's outputs are not finite: lower the learning rate, or raise keep")
     return arrays
-
-
-def place(model: PreTrainedModel) -> str:
-    """Move the model to the GPU if there is one and it has no device map; return the device for its inputs."""
-    if torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
-        model.to("cuda")  # type: ignore[arg-type]
-    return inputs_device(model)
-
-
-def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for the model's inputs. If accelerate offloads weights, it moves inputs, so this is the CPU."""
-    return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -32,7 +32,8 @@ from eckart.calibration.losses import IGNORED, Batch, Loss, Predictions, causal_
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest, purpose_of
-from tasks.nlp_tasks._prediction import Collate, Columns, place, predict
+from tasks.models.device import to_device
+from tasks.nlp_tasks._prediction import Collate, Columns, predict
 from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
@@ -187,7 +188,7 @@ class LanguageModeling(NlpTask):
         text that is continued begin with that token. The loss is None if a row has no token to predict, and the
         continuation is None if a row has no token at all.
         """
-        place(model.eval())
+        to_device(model.eval())
         first = self._first(tokenizer)
         answers: list[Answers] = []
         for start in range(0, len(frame), batch):
@@ -216,7 +217,7 @@ class LanguageModeling(NlpTask):
         for start in range(0, len(blocks), batch):
             part = blocks[start : start + batch]
             labels = pad_sequence([block for _, block in part], batch_first=True, padding_value=IGNORED)
-            labels = labels.to(place(model))
+            labels = labels.to(to_device(model))
             outputs = model(input_ids=labels.clamp(min=0), attention_mask=(labels != IGNORED).long())
             losses = _following(outputs["logits"], labels).double().sum(1).tolist()
             for (row, block), loss in zip(part, losses, strict=True):
@@ -238,7 +239,9 @@ class LanguageModeling(NlpTask):
         contexts = [torch.tensor([*first, *ids[max(len(ids) - room, 0) :]]) for ids in texts if ids]
         written: Iterator[str] = iter(())
         if contexts:
-            ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(place(model))
+            ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(
+                to_device(model)
+            )
             new = model.generate(  # type: ignore[operator]
                 input_ids=ids.clamp(min=0),
                 attention_mask=(ids != IGNORED).long(),

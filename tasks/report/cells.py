@@ -30,7 +30,7 @@ class Row:
     name: str
     cells: Mapping[str, Cell]
     mark: str = ""
-    """`*` for the best candidate at its keep, `≈` for a candidate that is not significantly different from it."""
+    """`*` for the chosen or nearest candidate, `≈` for one that is not significantly different from it."""
 
 
 def cell(value: float | None, text: Callable[[Any], str], below: str = "") -> Cell:

@@ -20,9 +20,9 @@ from matplotlib.ticker import MaxNLocator
 from tasks.artifacts.paths import CONTROL_EXPORT
 from tasks.artifacts.results_schema import Runtime
 from tasks.report.numbers import between, score, size, times
+from tasks.report.perplexity_scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.results import DENSE, Results
 from tasks.report.runtimes import TITLES, RuntimeResult, runtime_result
-from tasks.report.scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.shipping import to_ship
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 14.0, 50.0  # margins, in pixels

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from eckart.model.targets import Target
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
-from tasks.report.target_names import layers, place, short
+from tasks.report.target_names import layers, short, split_name
 
 _WIDTH = 930.0  # largest width of a row of cells, in pixels
 _CELL = 34.0  # largest width of a cell
@@ -52,7 +52,7 @@ def columns(results: Results) -> Columns:
     room = max(_CHARACTER * len(label) + 8 for label, _ in groups)
     step = math.ceil(room / min(cell * len(targets) for _, targets in groups)) if len(groups) > 1 else 1
     labels = ((label if position % step == 0 else "", len(targets)) for position, (label, targets) in enumerate(groups))
-    kinds = [place(target.name)[2] for target in results.targets]
+    kinds = [split_name(target.name)[2] for target in results.targets]
     names = short({*kinds})
     return Columns(cell, tuple(labels), tuple(names[kind] for kind in kinds) if cell >= _KIND_ROOM else ())
 
@@ -80,7 +80,7 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
     maps: dict[str, dict[str, list[Cell]]] = {}
     for keep in results.keeps:
         lines: dict[tuple[Cell, ...], list[str]] = {}
-        for candidate in (candidate for candidate in results.candidates if candidate.keep == keep):
+        for candidate in results.at(keep):
             lines.setdefault(tuple(cell(candidate, target) for target in results.targets), []).append(candidate.recipe)
         maps[keep] = {", ".join(recipes): list(cells) for cells, recipes in lines.items()}
     return maps

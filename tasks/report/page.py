@@ -32,7 +32,7 @@ from tasks.report.provenance import provenance, recipes_yaml
 from tasks.report.results import Results
 from tasks.report.runtimes import runtime_rows
 from tasks.report.shipping import tiles, to_ship
-from tasks.report.table import AFTER, BEFORE, legend, notes, reference_rows, row, zero_shot
+from tasks.report.table import AFTER, BEFORE, legend, notes, row_groups, zero_shot
 from tasks.runtime.templates import template
 
 _PARTS = re.compile(r"<(pre|code|script|style)\b.*?</\1>|<[^>]*>|[^<]+", re.DOTALL)  # code, tags and text
@@ -57,10 +57,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         notes=[*legend(results, "In color:"), *notes(results)],
         before=BEFORE,
         after=AFTER,
-        rows=[
-            reference_rows(results),
-            *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps),
-        ],
+        rows=row_groups(results),
         sizes=frontier_svgs(results, "size"),
         times=frontier_svgs(results, "time"),
         tradeoffs=[tradeoff_svg(results), tradeoff_svg(results, narrow=True)],

@@ -27,9 +27,9 @@ from scipy.stats import spearmanr
 from eckart.factorization.weightings import Weighting
 from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import count, score
+from tasks.report.perplexity_scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.plot_style import INK, MARKERS, MUTED, RULE, STYLE
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
-from tasks.report.scale import ScaleOfDense, spans_widely, tick_text
 from tasks.report.table import AFTER, BEFORE
 
 # Each color is legible on white and on near black.
@@ -92,8 +92,7 @@ def curves_svg(results: Results) -> Markup:
     looks = _looks(results.recipes)
     lines: dict[str, list[tuple[Curve, str]]] = {"original model": [(results.curve, INK)]}
     for keep in results.keeps:
-        at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
-        recovered = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in at_keep]
+        recovered = [(candidate.curve, looks[candidate.recipe]["color"]) for candidate in results.at(keep)]
         lines[f"fine-tuning at keep {keep}"] = [*recovered, (results.control_curve, MUTED)]
     losses = [point.compared_loss for panel in lines.values() for curve, _ in panel for point in curve]
     if not losses:

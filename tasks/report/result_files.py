@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from eckart.model.targets import Target, Targets
 from tasks.artifacts.decision import Decision, decision_file
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import CONTROL_EXPORT, CURVES, EVALUATIONS, EXPORTS, SEARCH_CURVES, TARGETS, exported_name
 from tasks.artifacts.results_schema import (
@@ -29,7 +30,6 @@ from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import params_file, schema
 from tasks.nlp_tasks import kind_of
 from tasks.report.results import CandidateResults, Curve, Point, Results, ScoredModel, Settings
-from tasks.runtime.stage_runner import StageError
 from tasks.scoring.bootstrap import resampled
 
 Content = TypeVar("Content", bound=BaseModel)

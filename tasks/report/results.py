@@ -249,8 +249,8 @@ class Results:
         return [candidate for candidate in self.candidates if candidate.recipe == recipe]
 
     def at(self, keep: str) -> list[CandidateResults]:
-        """Return the candidates at `keep`, best test metric first; ties are ordered as for a promotion."""
-        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=self.best_on_test)
+        """Return the candidates at `keep`."""
+        return [candidate for candidate in self.candidates if candidate.keep == keep]
 
     def best_on_test(self, candidate: CandidateResults) -> tuple[float, ...]:
         """Return a sort key: the best test metric first; ties are ordered as for a promotion."""

@@ -190,6 +190,12 @@ def reference_rows(results: Results) -> list[Row]:
     return [_row(results, model) for model in (*references(results), trivial)]
 
 
+def row_groups(results: Results) -> list[list[Row]]:
+    """Return the `reference_rows`, and the rows of the candidates at each keep, best test metric first."""
+    candidates = (sorted(results.at(keep), key=results.best_on_test) for keep in results.keeps)
+    return [reference_rows(results), *([row(results, each) for each in alike] for alike in candidates)]
+
+
 def _row(results: Results, model: Entry, mark: str = "") -> Row:
     cells = {}
     if results.searches_trained:
@@ -316,8 +322,6 @@ def _candidates(results: Results) -> Table:
     """
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
-    first = reference_rows(results)
-    before = BEFORE in first[0].cells
     heads = [
         results.metric.title,
         "difference\nfrom original",
@@ -325,11 +329,12 @@ def _candidates(results: Results) -> Table:
         "speed",
         "model\nparameters",
         "target\nparameters",
+        "difference\nfrom control",
+        "before\nfine-tuning",
     ]
-    heads += ["difference\nfrom control", *(["before\nfine-tuning"] if before else [])]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    for group in (first, *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps)):
+    for group in row_groups(results):
         for line in group:
             cells = line.cells
             table.add_row(
@@ -341,7 +346,7 @@ def _candidates(results: Results) -> Table:
                 cells["model parameters"].below,
                 cells["target parameters"].below,
                 cells["vs. control"].value,
-                *([cells[BEFORE].value] if before else []),
+                cells[BEFORE].value,
             )
         table.add_section()
     return table

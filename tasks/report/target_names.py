@@ -11,7 +11,7 @@ from eckart.model.targets import Target
 _IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 
-def place(name: str) -> tuple[str, str, str]:
+def split_name(name: str) -> tuple[str, str, str]:
     """Split the name of a target into stack, layer and kind. A name without a number is a kind only.
 
     `encoder.layer.3.attention.query` gives `encoder.layer`, `3` and `attention.query`.
@@ -22,14 +22,14 @@ def place(name: str) -> tuple[str, str, str]:
 
 def kind_in_layer(name: str) -> tuple[str, str, str]:
     """Return stack, layer and kind of a target. Experts of a layer are of one kind, such as `experts.*.up_proj`."""
-    stack, layer, kind = place(name)
+    stack, layer, kind = split_name(name)
     return stack, layer, re.sub(r"(?<![^.])\d+(?![^.])", "*", kind)
 
 
 def layers(targets: Sequence[Target]) -> list[tuple[str, list[Target]]]:
     """Group the targets by layer, in order of execution. Labels include the stack if there are several stacks."""
-    stacks = short({place(target.name)[0] for target in targets} - {""})
-    groups = groupby(targets, lambda target: place(target.name)[:2])
+    stacks = short({split_name(target.name)[0] for target in targets} - {""})
+    groups = groupby(targets, lambda target: split_name(target.name)[:2])
     return [
         (f"{stacks[stack]} {layer}" if stack and len(stacks) > 1 else layer, list(group))
         for (stack, layer), group in groups

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tasks.artifacts import stage_inputs
-from tasks.artifacts.errors import EckartError as EckartError
-from tasks.artifacts.errors import StageError as StageError
+from tasks.artifacts.errors import EckartError, StageError
 from tasks.artifacts.names import candidate_name, stage_name
 from tasks.config.params_file import section
 from tasks.config.schema import Threads, Trainer

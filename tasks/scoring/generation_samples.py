@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import Continuation
 from tasks.artifacts.task_spec import Task
+from tasks.models.device import inputs_device
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import inputs_device
 
 _COUNT = 3  # number of texts: enough to judge a model, and few enough to read
 

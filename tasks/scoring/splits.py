@@ -20,9 +20,9 @@ from tasks.artifacts.task_spec import Split, Task, load_split, load_task, load_t
 from tasks.config.params_file import section
 from tasks.config.schema import Evaluate, Model
 from tasks.data.loading import with_originals
+from tasks.models.device import to_device
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks._prediction import place
 from tasks.nlp_tasks.nlp_task import Scored
 from tasks.runtime.stage_runner import say
 from tasks.scoring.generation_samples import continuations
@@ -47,7 +47,7 @@ class Scorer:
     def load(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load a model of the study, and its tokenizer, to score it: on the devices that model.device_map says."""
         model, tokenizer = load(folder, kind_of(self.task).auto, device_map=section("model", Model).device_map)
-        place(model)
+        to_device(model)
         return model, tokenizer
 
     def score_on(self, split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.errors import StageError
 
 
 def zero_shot(

@@ -36,9 +36,10 @@ from eckart.training.learning_rate import share_of_peak
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
 from eckart.training.schedules import steps_in
+from tasks.artifacts.errors import StageError
 from tasks.config.schema import Optimizer, Trainer
 from tasks.nlp_tasks._prediction import Collate
-from tasks.runtime.stage_runner import StageError, leads, say
+from tasks.runtime.stage_runner import leads, say
 from tasks.training.checkpoints import Checkpoints
 
 _POINTS = 20  # largest number of points of a training curve

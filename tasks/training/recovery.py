@@ -17,8 +17,9 @@ from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
 from tasks.config.schema import Trainer
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load
-from tasks.nlp_tasks._prediction import Collate, place
+from tasks.nlp_tasks._prediction import Collate
 from tasks.training.loop import train
 from tasks.training.saved_logits import saved_logits
 
@@ -26,7 +27,7 @@ from tasks.training.saved_logits import saved_logits
 def load_teacher(auto: type[Any]) -> PreTrainedModel:
     """Load the original model for distillation, onto the device on which the stage trains."""
     model, _ = load(TEACHER, auto)
-    place(model)
+    to_device(model)
     return model
 
 

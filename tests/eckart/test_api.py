@@ -138,6 +138,12 @@ def test_a_largest_drop_that_every_keep_meets_gives_the_smallest_that_has_ranks(
     assert report.keep < 0.5
 
 
+def test_a_largest_drop_stays_above_what_a_fixed_increase_of_the_loss_keeps() -> None:
+    recipe = {"weighting": "inputs", "ranks": {"kind": "tolerance", "increase": 1e-6}}
+    *_, report = eckart.compress(tiny.bert(), BATCHES, largest_drop=0.5, score=lambda _: 1.0, recipe=recipe)
+    assert report.keep <= 1
+
+
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
     small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd")
     eckart.save(small, tmp_path)

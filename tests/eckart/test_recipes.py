@@ -11,11 +11,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from eckart.recovery import Recovery
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import METRICS
 from tasks.extract import extract
 from tasks.multi_seed import study_file
 from tasks.nlp_tasks import task_class
-from tasks.runtime.stage_runner import StageError
 from tests.workspace import REPOSITORY, write_params
 
 STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))

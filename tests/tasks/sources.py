@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import SPLITS, load_split
 from tasks.extract import extract
-from tasks.runtime.stage_runner import StageError
 from tests.workspace import tiny_params, write_params
 
 SPLIT = ("train", "validation", "test")

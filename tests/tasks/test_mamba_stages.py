@@ -12,8 +12,8 @@ import eckart
 from eckart.model.layers import factorized
 from eckart.model.mamba import MambaForSequenceClassification
 from tasks.artifacts.decision import load_decision
+from tasks.artifacts.errors import StageError
 from tasks.exporting.merged_checkpoint import to_plain
-from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.workspace import BASE, repository_params, run_stage, tiny_tokenizer, tiny_workspace
 

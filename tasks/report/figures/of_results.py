@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from eckart.shaping.pruning import Pruning
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
+from tasks.report.perplexity_scale import spans_widely
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import CandidateResults, Curve, Results
-from tasks.report.scale import spans_widely
 from tasks.report.target_names import kind_in_layer, short
 
 _KEEP = "keep (share of target parameters)"
@@ -145,14 +145,14 @@ def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
     lines = {}
     for keep in results.keeps:
         alike: dict[str, dict[str, float]] = {}
-        for candidate in (each for each in results.candidates if each.keep == keep):
+        for candidate in results.at(keep):
             if residual := sensitive_rows(results, candidate.recipe):
                 other = results.settings.recipes[candidate.recipe] | {"residual": {**residual, "low_rank": None}}
                 shares = alike.setdefault(json.dumps(other, sort_keys=True), {})
                 shares[candidate.recipe] = 100 * float(keep) * residual["low_rank"]
         groups = [shares for shares in alike.values() if len({*shares.values()}) > 1]
         for shares in groups:
-            at = [each for each in results.candidates if each.keep == keep and each.recipe in shares]
+            at = [each for each in results.at(keep) if each.recipe in shares]
             label = f"keep {keep}" + f", {at[0].recipe}" * (len(groups) > 1)
             lines[label] = _scores(results, at, "recovered", partial(_share_of, shares))
     if lines:
@@ -233,8 +233,7 @@ def _ranks_by_layer(results: Results) -> Iterator[Plot]:
                     x=tuple(map(float, x)),
                     y=tuple(fmean(_rank(results, each, name) for name in layers[layer]) for layer in x),
                 )
-                for each in results.candidates
-                if each.keep == keep
+                for each in results.at(keep)
             }
         yield Plot(
             name=f"ranks-by-layer-{keep}",
@@ -249,7 +248,7 @@ def _ranks_by_layer(results: Results) -> Iterator[Plot]:
 def _trainings(results: Results) -> Iterator[Plot]:
     """ARS, figures 3, A5 (fine-tuning), 4 and A2 (search): losses and other measures over the steps of training."""
     for keep in results.keeps:
-        at = [candidate for candidate in results.candidates if candidate.keep == keep]
+        at = results.at(keep)
         searches = {each.recipe: each.search_curve for each in at}
         yield from _training(results, f"search-{keep}", f"before the factorization, keep {keep}", searches)
         recoveries = {each.recipe: each.curve for each in at}

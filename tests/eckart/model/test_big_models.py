@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from eckart.calibration.statistics_files import load_statistics
 from eckart.model.layers import factorize_target
+from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load, size
-from tasks.nlp_tasks._prediction import place
 from tests.eckart.test_methods import recipes
 from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 
@@ -85,11 +85,11 @@ def offloaded() -> PreTrainedModel:
 
 def test_a_model_that_a_device_map_placed_stays_there(root: Path) -> None:
     model, tokenizer = load(TEACHER, AUTO, device_map="auto")
-    assert place(model) == str(model.device)
+    assert to_device(model) == str(model.device)
     there, (here, _) = offloaded(), load(TEACHER, AUTO)
-    assert place(there) == "cpu"
+    assert to_device(there) == "cpu"
     assert there.bert.embeddings.word_embeddings.weight.is_meta
-    assert place(here) == str(here.device)
+    assert to_device(here) == str(here.device)
     assert size(there, TEACHER, 8) == size(here, TEACHER, 8)
     batch = tokenizer(["the plot is dull"], return_tensors="pt")
     with torch.no_grad():

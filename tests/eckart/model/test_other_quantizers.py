@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.hf_format import save
-from eckart.model.incoming import check_base
 from eckart.model.layers import LowRankLayer, factorized, low_rank_layers, parts_of_layers
+from eckart.model.quantized_or_adapted import check_base
 from tests import tiny
 
 BATCH = {name: values for name, values in tiny.collate(tiny.samples(8)).items() if name != "labels"}

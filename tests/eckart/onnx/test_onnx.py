@@ -46,11 +46,11 @@ from eckart.onnx.exporting import TOLERANCE, Exported, _eager_attention, _move
 from eckart.onnx.int8 import quantize
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import load_split
 from tasks.exporting.onnx import to_onnx, to_onnx_folder
 from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.workspace import REPOSITORY, a_task, bert, reviews, run_stage, tiny_tokenizer, tiny_workspace
 

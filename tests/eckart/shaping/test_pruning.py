@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.model.targets import Target, find_targets, weight_of
-from eckart.shaping.outcome import average_rank, numerical_rank
 from eckart.shaping.pruning import Pruning, WeightPruning
+from eckart.shaping.weight_measures import average_rank, numerical_rank
 from tests import tiny
 from tests.training import train
 from tests.workspace import bert, collate, rows, tiny_tokenizer

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.artifacts.errors import StageError
 from tasks.data.pypi_archives import member
-from tasks.runtime.stage_runner import StageError
 
 # A source distribution that builds without anything from an index: its backend lies beside it.
 BACKEND = """

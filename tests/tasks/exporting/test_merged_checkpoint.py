@@ -19,9 +19,9 @@ from eckart.model import hf_format
 from eckart.model.layers import factorize_target, factorized
 from eckart.model.targets import find_targets, weight_of
 from flows.cli import app
+from tasks.artifacts.errors import StageError
 from tasks.exporting import merged_checkpoint
 from tasks.exporting.merged_checkpoint import to_plain
-from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.eckart.model.test_attention_products import compressed
 from tests.workspace import digests

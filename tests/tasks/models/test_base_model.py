@@ -27,10 +27,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.models.base_model import load_base
-from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.workspace import BASE, a_task, tiny_config, tiny_tokenizer, write_base
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BartForSequenceClassification, T5ForSequenceClassification
 
 from eckart.model import hf_format
+from tasks.artifacts.errors import StageError
 from tasks.models.model_io import check_length, load, random_inputs
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.workspace import a_task
 

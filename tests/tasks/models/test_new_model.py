@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model, NewModel
 from tasks.models.new_model import make, word_tokenizer
-from tasks.runtime.stage_runner import StageError
 from tests.workspace import a_task
 
 TEXT = a_task("language_modeling", (), "perplexity")

@@ -30,6 +30,7 @@ from transformers import (
 
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.model.targets import Targets, Tied
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.paths import TARGETS
 from tasks.artifacts.task_spec import Task, load_split, load_task, load_texts
 from tasks.config.schema import Model
@@ -38,7 +39,6 @@ from tasks.extract import extract
 from tasks.models.base_model import load_base
 from tasks.models.causality import check_causal
 from tasks.nlp_tasks import kind_of, language_modeling
-from tasks.runtime.stage_runner import StageError
 from tasks.scoring.bootstrap import RESAMPLES, resampled
 from tasks.scoring.splits import load_scorer
 from tasks.teacher import teacher

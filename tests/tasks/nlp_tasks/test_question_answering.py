@@ -26,11 +26,11 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.calibration.losses import span_logits
 from eckart.recovery.distillation import logits_error
 from eckart.text.qa_windows import LONGEST, best_answers, best_span
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task, load_task
 from tasks.data.loading import batches
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.question_answering import question_scores
-from tasks.runtime.stage_runner import StageError
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 

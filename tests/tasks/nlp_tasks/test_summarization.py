@@ -38,6 +38,7 @@ from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.layers import factorize_target
 from eckart.model.targets import find_targets, weight_of
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.generation import Generation
 from tasks.artifacts.results_schema import Score
 from tasks.artifacts.task_spec import Task
@@ -46,7 +47,6 @@ from tasks.models.base_model import load_base
 from tasks.models.model_io import random_inputs, size
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.summarization import lead, rouge
-from tasks.runtime.stage_runner import StageError
 from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
 
 PAD, END, UNKNOWN, BEGIN = range(4)

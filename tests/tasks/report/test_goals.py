@@ -212,6 +212,19 @@ def keeps_of_params() -> list[float]:
     return keeps
 
 
+def test_a_whole_keep_stays_the_number_that_names_its_candidates(workspace: Path) -> None:
+    """A keep 1 that became 1.0 would rename its candidates and compute them again."""
+    ask(largest_drop=0.05)
+    yaml_edit.update({"study": {"keeps": [1, 0.5]}})
+
+    def run() -> None:
+        for recipe, keep in itertools.product(["one", "two"], keeps_of_params()):
+            make_candidate(recipe, keep, TARGETS, 0.8 - 0.4 * (1 - keep))
+
+    pursue(run, print)
+    assert str(keeps_of_params()[0]) == "1"
+
+
 SEARCHES: dict[str, Callable[[SearchProblem], Any]] = {
     "uniform": Uniform().search,
     "tolerance": Tolerance().search,

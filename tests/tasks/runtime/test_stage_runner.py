@@ -10,8 +10,9 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.names import candidate_name, candidate_of, recipe_and_keep, stage_name
-from tasks.runtime.stage_runner import StageError, output, run
+from tasks.runtime.stage_runner import output, run
 from tests.workspace import run_stage, tiny_params, write_params
 
 

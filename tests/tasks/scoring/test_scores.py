@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, PreTrainedModel
 
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Evaluate
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
 from tasks.scoring.splits import Scorer
 from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 

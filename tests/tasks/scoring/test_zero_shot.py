@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from lm_eval.tasks import TaskManager
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.errors import StageError
 from tasks.scoring.zero_shot import zero_shot
 from tests.workspace import tiny_tokenizer as words
 

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from eckart.recovery.distillation import Distillation, DistillationRule
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.errors import StageError
 from tests import tiny
 from tests.training import train
 from tests.workspace import bert, collate, rows

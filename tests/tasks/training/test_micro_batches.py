@@ -25,7 +25,7 @@ from eckart.recovery.mixed_rank import MixedRank, MixedRankRule
 from eckart.residual.sparse_rows import RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.errors import StageError
 from tasks.training.checkpoints import SECONDS
 from tests import tiny
 from tests.killing import Kill, Killed

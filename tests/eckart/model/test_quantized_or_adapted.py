@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, GgufConfig, GPTQConfig, PreTrainedM
 
 import eckart
 from eckart.model.hf_format import save
-from eckart.model.incoming import check_unquantized, forget_gguf
+from eckart.model.quantized_or_adapted import check_unquantized, forget_gguf
 from tests import tiny
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
