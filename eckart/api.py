@@ -31,9 +31,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
+import numpy as np
 import torch
 import transformers
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +44,7 @@ from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.embeddings import embedding_loss as embedding_loss
 from eckart.calibration.embeddings import is_sentence_transformer
-from eckart.calibration.head_loss import objective_of
+from eckart.calibration.head_loss import check_sum, objective_of
 from eckart.calibration.losses import (
     Batch,
     DrawnLoss,
@@ -210,7 +211,7 @@ def compress(
             loss combines examples.
         clip: (low, high) limits the norm of each token's gradient, in units of the mean norm in its example; LEMS takes
             (0.1, 10) for language models. None: no limits.
-        edges: share of an example's tokens at each end whose gradients do not count; LEMS: 0.125.
+        edges: share of an example's tokens at each end whose gradients do not count, at most 0.4; LEMS: 0.125.
         seed: seed of rank searches that draw random numbers.
         check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
@@ -228,10 +229,10 @@ def compress(
     causal = _is_causal(model)
     keeps = _keeps(keep, 0.8 if causal else 0.33, largest_drop, score)
     valid_recipe = _recipe(recipe if recipe is not None else "narrowed" if causal else "anchored")
-    robust = RobustGradients(clip, edges)
+    robust = RobustGradients(clip, _number("edges", edges))
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
-    patterns = _patterns(include), _patterns(exclude)
+    patterns = _patterns("include", include), _patterns("exclude", exclude)
     targets = find_targets(model, few, *patterns, embeddings=embeddings, tied=tied)
     if warning := unmatched_warning(model, *patterns):
         warnings.warn(warning, stacklevel=2)
@@ -277,6 +278,8 @@ def compress(
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Write `model`, compressed or not, and its tokenizer to `folder`, from which `load` and `from_pretrained` read."""
+    if not str(folder):
+        raise ValueError("the folder has no name: give one")
     hf_format.save(model, Path(folder))
     if tokenizer:
         tokenizer.save_pretrained(folder)
@@ -464,6 +467,8 @@ def _check_model(model: Any) -> None:
         )
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
         raise ValueError("most recipes need gradients: load the model and call this outside of torch.inference_mode()")
+    if any(map(torch.is_autocast_enabled, {"cpu", "cuda", model.device.type} - {"meta"})):
+        raise ValueError("torch.autocast() would round the statistics and the factors: call this outside of it")
     check_base(model)
 
 
@@ -495,23 +500,25 @@ def _keeps(
         raise ValueError("give a keep, or a largest_drop and the score that measures it")
     if score is not None and not callable(score):
         raise ValueError(f"score={score!r} is not a function: give one that takes a model and returns a number")
-    _check_number("largest_drop", largest_drop)
     if score is not None:
+        _number("largest_drop", largest_drop)
         return []
-    keep = keep.tolist() if isinstance(keep, Tensor) else keep
-    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes)) and getattr(keep, "ndim", 1) > 0
+    keep = keep.tolist() if isinstance(keep, (Tensor, np.ndarray)) else keep
+    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
     keeps = list(cast("Iterable[float]", keep)) if several else [default if keep is None else cast("float", keep)]
     if not keeps:
         raise ValueError("keep is empty: give at least one number, such as [0.5, 0.33]")
-    for share in keeps:
-        _check_number("keep", share)
+    numbers = [_number("keep", share) for share in keeps]
+    for share in numbers:
         allowance([], share)
-    return keeps
+    return numbers
 
 
-def _check_number(name: str, number: Any) -> None:
-    if number is not None and (isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0):
+def _number(name: str, number: Any) -> float:
+    """Return `number` as a float: counts of parameters would overflow in numpy's float16, and round in its float32."""
+    if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
+    return float(number)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
@@ -528,7 +535,7 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
             raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(built_in)}")
         recipe = built_in[recipe]
     try:
-        valid = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(complete(recipe))
+        valid = Recipe.model_validate(complete(_plain(recipe)))
     except ValidationError as error:
         lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {_advice(details)}" for details in error.errors())
         raise ValueError(
@@ -546,6 +553,13 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     return valid
 
 
+def _plain(part: Any) -> Any:
+    """Return a recipe or a part of one as plain data, to check it: `model_copy(update=…)` takes anything."""
+    if isinstance(part, BaseModel):
+        return {name: _plain(value) for name, value in vars(part).items()}
+    return {name: _plain(value) for name, value in part.items()} if isinstance(part, Mapping) else part
+
+
 def _advice(details: ErrorDetails) -> str:
     renamed = details["type"] == "extra_forbidden" and RENAMED.get(str(details["loc"][-1]))
     return f"was renamed; write {renamed}" if renamed else details["msg"]
@@ -555,8 +569,11 @@ def _trains_first(recipe: Recipe) -> bool:
     return bool(recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base")
 
 
-def _patterns(given: str | Sequence[str]) -> Sequence[str]:
-    return [given] if isinstance(given, str) else given
+def _patterns(name: str, given: str | Sequence[str]) -> Sequence[str]:
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f'{name}={given!r}: give patterns for names of layers, such as ["*.attention.*"]')
+    return patterns
 
 
 def _objective(
@@ -585,6 +602,8 @@ def _objective(
         return objective_of(model, batches, "refine.error gradients")
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
+    if loss is not None:
+        check_sum(model, batches, loss)
     used = loss or _run_without_loss
     problem = model.config.problem_type
     return Objective(used, used, used, predictions_of(used, problem), problem != "regression")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -419,7 +419,7 @@ def set_up_notifications(
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the deployment. prefect.yaml calls it pool.")] = "pool",
     hours: Annotated[
-        float, typer.Option(min=0.01, help="Hours without a successful run before a warning is sent.")
+        float, typer.Option(min=0.01, max=8760, help="Hours without a successful run before a warning is sent.")
     ] = 26,
 ) -> None:
     """Send the results of scheduled runs to Slack, e-mail or others.
@@ -487,17 +487,18 @@ def other_study(
             f"--figures {figures}: add `figures: {{results, weights}}` to `study` in {file}, or one of them"
         )
     multi_seed.check_committed(studies[0])
-    ran, results, pairs, failed = multi_seed.run_tasks(studies, Options(workers, timeout))
-    if studies[0].task and results:
-        metrics = {study.task: study.metric for study in studies}
-        print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
-    if table and not failed:
-        command = multi_seed.same_command(studies[0].path, seed or (), task or (), table)
-        rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
-        written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
-        print(f"Written to {', '.join(map(str, written))}.")
-    if figures and not failed:
-        multi_seed.draw(figures, ran, results)
+    with ExitStack() as held:
+        ran, results, pairs, failed = multi_seed.run_tasks(studies, Options(workers, timeout), held)
+        if studies[0].task and results:
+            metrics = {study.task: study.metric for study in studies}
+            print(seeds_table.to_text(seeds_table.combined(seeds_table.joined(results), metrics)))
+        if table and not failed:
+            command = multi_seed.same_command(studies[0].path, seed or (), task or (), table)
+            rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
+            written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
+            print(f"Written to {', '.join(map(str, written))}.")
+        if figures and not failed:
+            multi_seed.draw(figures, ran, results)
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         unit = "runs" if studies[0].task else "seeds"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,9 +47,12 @@ def check_committed(study: StudyFile) -> None:
 
 
 def run_tasks(
-    studies: Sequence[StudyFile], options: Options
+    studies: Sequence[StudyFile], options: Options, held: ExitStack
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
     """Run the studies (one for each task), and print the results of each as soon as its seeds have run.
+
+    Args:
+        held: keeps the workspaces locked, so that no other study changes their results before they have been read.
 
     Returns:
         Four values: the studies with the variants that their trials chose; task → results; task → differences between
@@ -60,7 +64,7 @@ def run_tasks(
     pairs: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        chosen, causes = run_all(study, options, start)
+        chosen, causes = run_all(study, options, start, held)
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
@@ -71,63 +75,63 @@ def run_tasks(
     return ran, results, pairs, failed
 
 
-def run_all(study: StudyFile, options: Options, start: Sources) -> tuple[StudyFile, dict[int, str]]:
+def run_all(study: StudyFile, options: Options, start: Sources, held: ExitStack) -> tuple[StudyFile, dict[int, str]]:
     """Run the trials of a study, if it has any; then run its seeds, with the variant of each recipe that they chose.
 
     Returns:
         The study with the variants that the trials chose, and failed seed → cause.
     """
     try:
-        study = _choose(study, study.trials, options, start) if study.trials else study
+        study = _choose(study, study.trials, options, start, held) if study.trials else study
     except WorkspaceError as error:
         return study, dict.fromkeys(study.seeds, str(error))
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            if not run(study, seed, options, start):
+            if not run(study, seed, options, start, held):
                 failed[seed] = "see its messages above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return study, failed
 
 
-def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources) -> StudyFile:
+def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources, held: ExitStack) -> StudyFile:
     """Run the trials of the study, and return the study with the best variant of each recipe."""
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
-    if not run(first, trial.seed, options, start):
+    if not run(first, trial.seed, options, start, held):
         raise WorkspaceError("the trials failed: see their messages above")
     return study.at_its_best(trials.results(trial, study.metric, folder))
 
 
-def run(study: StudyFile, seed: int, options: Options, start: Sources) -> bool:
-    """Run `eckart run` in the workspace of a seed, and return whether it succeeded."""
+def run(study: StudyFile, seed: int, options: Options, start: Sources, held: ExitStack) -> bool:
+    """Run `eckart run` in the workspace of a seed, and return whether it succeeded. The workspace stays locked."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
-    with worktrees.locked(folder) as lock:
-        prepare(study, seed, start)
-        # absolute, since MLflow takes a path in the environment for one in the seed's folder
-        stores = {"MLFLOW_TRACKING_URI": database.address(), "MLFLOW_REGISTRY_URI": database.registry_address()}
-        environment = environment_without_git() | stores | {SEED_FOLDER: str(folder)}
-        # The new process inherits the lock, so the workspace stays locked even if this process is killed.
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            pass_fds=[lock.fileno()],
-            preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
-        )
-        with terminable(), process:
-            try:
-                return process.wait() == 0
-            except SystemExit:
-                process.terminate()
-                raise
-            except KeyboardInterrupt:  # Ctrl-C reaches that process, too
-                process.wait()  # let it clean up
-                raise
+    lock = held.enter_context(worktrees.locked(folder))
+    prepare(study, seed, start)
+    # absolute, since MLflow takes a path in the environment for one in the seed's folder
+    stores = {"MLFLOW_TRACKING_URI": database.address(), "MLFLOW_REGISTRY_URI": database.registry_address()}
+    environment = environment_without_git() | stores | {SEED_FOLDER: str(folder)}
+    # The new process inherits the lock, so the workspace stays locked even if this process is killed.
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        pass_fds=[lock.fileno()],
+        preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
+    )
+    with terminable(), process:
+        try:
+            return process.wait() == 0
+        except SystemExit:
+            process.terminate()
+            raise
+        except KeyboardInterrupt:  # Ctrl-C reaches that process, too
+            process.wait()  # let it clean up
+            raise
 
 
 def prepare(study: StudyFile, seed: int, start: Sources) -> Path:

@@ -27,6 +27,7 @@ from eckart.calibration.losses import (
     Objective,
     batch_size,
     causal_loss,
+    first_examples,
     mean_loss_times_batch,
     predictions_of,
     row_of,
@@ -70,6 +71,30 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
         loss = span_loss if spans else _loss_of(model, examples, short)
     problem = model.config.problem_type
     return Objective(loss, loss, loss, predictions_of(loss, problem), problem != "regression")
+
+
+def check_sum(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> None:
+    """Check that a loss is a function that returns a tensor, and not the mean of the losses of two examples.
+
+    Raises:
+        ValueError: it is not, or it returns the mean, so that statistics would depend on how examples are batched.
+    """
+    advice = "give a function of the model and a batch that returns the sum of the examples' losses as a tensor"
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} is not a function: {advice}")
+    pair = first_examples(next((batch for batch in data if batch_size(batch) > 1), data[0]), 2)
+
+    def value(batch: Batch) -> float:
+        returned = loss(model, batch)
+        if not isinstance(returned, Tensor):
+            raise ValueError(f"loss returned {returned!r}: {advice}")
+        return float(returned.sum())
+
+    with eval_mode(model), torch.no_grad():
+        together, alone = value(pair), [value(row_of(pair, place)) for place in range(batch_size(pair))]
+    total = sum(alone)
+    if abs(together - total / len(alone)) < abs(together - total) / 10:
+        raise ValueError(f"loss returned {together:.4g}, the mean, for examples whose losses are {alone}: {advice}")
 
 
 def _advice(outputs: Any) -> str:

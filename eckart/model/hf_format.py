@@ -401,13 +401,19 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
-        ValueError: a layer has an adapter, or a factor is quantized in place, or computed from other tensors, such as
-            a mask, so the folder could not be loaded.
+        ValueError: `model` is not of transformers; or a layer has an adapter, or a factor is quantized in place, or
+            computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
     # not in save_pretrained, which also writes the checkpoints of a training with such layers
-    check_unadapted(model)
+    if isinstance(model, nn.Module):
+        check_unadapted(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}: give the transformers model in it, such as model.module or, after "
+            "torch.compile, model._orig_mod"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):
             raise ValueError(f"{name}.{computed[0]} {COMPUTED}")

@@ -233,6 +233,8 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
 
 
 def _check(embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> None:
+    if not isinstance(lstm, nn.LSTM):
+        raise ValueError(f"the LSTM is a {type(lstm).__name__}: give an nn.LSTM")
     if lstm.bidirectional:
         raise ValueError(
             "the LSTM is bidirectional, but a causal language model only reads forward: give one that does"

@@ -63,9 +63,12 @@ def write_text(
 
     Raises:
         ValueError: the model cannot write, the block is longer than the model's positions, the temperature is not
-            above 0, or the documents have no beginning.
+            above 0, there is nothing to write, a prompt is empty, too long or has a token that the model lacks, or the
+            documents have no beginning.
     """
     _check(model, length, temperature)
+    if min(examples, batch_size) < 1:
+        raise ValueError(f"examples={examples} and batch_size={batch_size}: give whole numbers above 0")
     generator = torch.Generator().manual_seed(seed)
     draws = _Draws(
         _beginnings(model, prompts, first, length, generator), _tokens(model, "eos_token_id"), temperature, seed
@@ -162,6 +165,9 @@ def _beginnings(
         given = [[int(token) for token in prompt] for prompt in prompts]
         if not given or not all(0 < len(prompt) < length for prompt in given):
             raise ValueError(f"prompts need 1 to {length - 1} tokens, fewer than the blocks: change them or length")
+        words = model.config.get_text_config().vocab_size
+        if not all(0 <= token < words for prompt in given for token in prompt):
+            raise ValueError(f"prompts have a token that is not in 0 … {words - 1}: use the model's own tokenizer")
         return lambda: given[below(len(given))]
     if first == "random":
         return lambda: [below(model.config.get_text_config().vocab_size)]

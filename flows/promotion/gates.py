@@ -223,7 +223,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
     name = f"the champion ({champion.name})"
     advice = "name another model in promotion.model, or remove the alias champion"
     if not champion.files.is_dir():
-        raise Refused(f"{name} was not registered by `promote` and cannot be compared with: {advice}")
+        raise Refused(f"{name} has no files that `promote` registered, and cannot be compared with: {advice}")
     try:
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")

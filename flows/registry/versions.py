@@ -77,6 +77,11 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
+def _says_missing(error: MlflowException) -> bool:
+    """Whether an error of a download says that there are no such files, rather than that their store fails."""
+    return error.error_code == "RESOURCE_DOES_NOT_EXIST" or "404 Client Error" in str(error)
+
+
 @contextmanager
 def connected(name: str, first: bool = False) -> Iterator[Registry]:
     """Open the registry for the model `name`. Other promotions of this model wait while the block runs.
@@ -175,8 +180,9 @@ class Registry:
         noted = last_champion.last(self.name)
         if noted and noted.registry == _place() and not (database.all_is_local() and database.damaged()):
             raise RegistryLost(
-                f"{_place()} no longer has version {noted.version} of {self.name}, the champion, nor any before it: "
-                "restore a copy of that database, or begin anew with `eckart promote --first`"
+                f"{_place()} no longer has {self.name}, whose last champion known here was version {noted.version}: "
+                "restore a copy of that database, give a renamed model its name again, or begin anew with "
+                "`eckart promote --first`"
             )
         if had := self._last_known_champion():
             raise RegistryLost(
@@ -197,16 +203,14 @@ class Registry:
     def before(self, version: ModelVersion) -> str | None:
         """Return the number of the predecessor of `version`, to which a rollback returns.
 
-        It is the version that was the last to be promoted before `version`, of those that were not rolled back. If the
-        smoke test of `version` is pending, or somebody made it the champion by hand, all promotions count as earlier.
+        Of the other versions that were not rolled back, it is the one that was promoted last. A champion that somebody
+        set by hand may have been promoted before it.
 
         Returns:
             None if there is no predecessor.
         """
-        when = "" if version.tags.get(SMOKE) == _PENDING else _when(version)
-        promoted = [other for other in self._promoted() if other.version != version.version]
-        earlier = [other for other in promoted if not when or _when(other) < when]
-        return str(earlier[-1].version) if earlier else None
+        others = [other for other in self._promoted() if other.version != version.version]
+        return str(others[-1].version) if others else None
 
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, in the order of their promotions."""
@@ -270,14 +274,20 @@ class Registry:
 
         Returns:
             Path of the Hugging Face folder; MLflow's model is two folders above. The path does not exist if the
-            download failed, or if the version was not made by `promote`.
+            version's files were deleted, or if it was not made by `promote`.
+
+        Raises:
+            RegistryError: the store of the files fails.
         """
         source = self.client.get_model_version_download_uri(self.name, number)
-        try:
-            files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
-        except Exception as error:  # each kind of store raises other errors; the registry itself has just answered
-            log.warning("the files of version %s cannot be fetched: %s", number, redact(str(error)))
-            files = folder
+        with _explained(Exception):  # each kind of store raises other errors
+            try:
+                files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
+            except MlflowException as error:
+                if not _says_missing(error):
+                    raise
+                log.warning("the files of version %s are missing: %s", number, redact(str(error)))
+                files = folder
         return files / model_package.MODEL
 
     def smoke(self, reference: str) -> None:

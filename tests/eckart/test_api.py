@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
+from eckart import api
 from eckart.calibration.batches import decoder_inputs
 from eckart.calibration.losses import IGNORED
 from eckart.calibration.statistics import collect
@@ -36,6 +37,7 @@ from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.model.layers import factorized
 from eckart.model.targets import find_targets
 from eckart.ranks.tolerance import Tolerance
+from eckart.recipe import Recipe
 from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -288,8 +290,15 @@ def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match=r"keep='0\.3'"):
         eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
     assert eckart.compress(tiny.bert(), BATCHES, np.float32(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
+    assert eckart.compress(tiny.bert(), BATCHES, np.float16(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="keep is empty"):
         eckart.compress(tiny.bert(), BATCHES, [])
+    with pytest.raises(ValueError, match="keep=None"):
+        eckart.compress(tiny.bert(), BATCHES, [0.3, None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="edges='x'"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, edges="x")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="exclude=None"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, exclude=None)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"keep='0\.5'"):
         eckart.compress(tiny.bert(), BATCHES, [0.3, "0.5"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
@@ -319,6 +328,59 @@ def test_wrong_arguments_are_errors() -> None:
     for drop in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="largest_drop"):
             eckart.compress(tiny.bert(), BATCHES, largest_drop=drop, score=lambda _: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"storge": "pivoted"}, "storge"),
+        ({"storage": "bogus"}, "storage"),
+        ({"ranks": {"kind": "waterfill", "multiple": -8}}, "multiple"),
+    ],
+)
+def test_a_changed_copy_of_a_recipe_is_checked_as_settings_are(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, eckart.recipes()["kfac"].model_copy(update=changes))
+
+
+def test_one_word_is_enough_for_a_part_of_a_copy() -> None:
+    changed = eckart.recipes()["drone"].model_copy(update={"ranks": "waterfill"})
+    assert api._recipe(changed) == api._recipe({"weighting": "inputs", "ranks": "waterfill"})
+    for recipe in eckart.recipes().values():
+        assert Recipe.model_validate(api._plain(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        ("mean", "not a function"),
+        (lambda *_: None, "None"),
+        (lambda model, batch: model(**batch).loss, "the mean"),
+    ],
+)
+def test_a_given_loss_that_is_no_sum_of_losses_is_refused(loss: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=loss)
+    eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=sum_loss_of_bert)
+
+
+def sum_loss_of_bert(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss * len(batch["labels"])
+    return loss
+
+
+def test_autocast_which_would_round_everything_is_refused() -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "svd")
+
+
+def test_what_is_no_model_is_not_saved(tmp_path: Path) -> None:
+    for model in (torch.nn.DataParallel(tiny.bert()), torch.compile(tiny.bert(), backend="eager"), None):
+        with pytest.raises(ValueError, match=r"model\.module"):
+            eckart.save(model, tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no name"):
+        eckart.save(tiny.bert(), "")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -568,7 +630,7 @@ def test_a_loss_without_a_gradient_is_an_error() -> None:
         return 0 * model(**batch).logits.sum()
 
     def apart(model: Any, batch: Any) -> torch.Tensor:
-        return model(**batch).loss.detach()
+        return len(batch["labels"]) * model(**batch).loss.detach()
 
     for loss in (flat, apart):
         with pytest.raises(ValueError, match="gradient of zero"):

@@ -86,6 +86,7 @@ def test_logits_and_gradients_equal_those_of_torch(options):
     [
         ({"lstm": nn.LSTM(EMBEDDING, HIDDEN, bidirectional=True)}, "bidirectional"),
         ({"lstm": nn.LSTM(EMBEDDING, HIDDEN, proj_size=3)}, "proj_size=0"),
+        ({"lstm": nn.GRU(EMBEDDING, HIDDEN)}, "GRU"),
         ({"lstm": nn.LSTM(EMBEDDING + 1, HIDDEN)}, r"\b7\b"),
         ({"embedding": nn.Embedding(VOCABULARY, EMBEDDING, max_norm=1.0)}, "max_norm=None"),
         ({"head": nn.Linear(HIDDEN + 1, VOCABULARY)}, r"\b9\b"),

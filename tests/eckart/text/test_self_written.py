@@ -125,6 +125,8 @@ def test_a_model_is_calibrated_with_its_own_text() -> None:
         (causal_llama, {"prompts": []}, "prompts"),
         (causal_llama, {"prompts": [[]]}, "prompts"),
         (causal_llama, {"prompts": [[1] * 8]}, "prompts"),
+        (causal_llama, {"prompts": [[10_000]]}, "tokenizer"),
+        (causal_llama, {"batch_size": 0}, "batch_size"),
         (causal_llama, {"first": "eos"}, "random"),
         (causal_llama, {"temperature": 0.0}, "temperature"),
         (lambda: settled(0.5, 0.5), {"first": "bos"}, "random"),

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models.utils import _enforce_schema
-from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED, RESOURCE_DOES_NOT_EXIST
 
 from flows.engine import cached_objects
 from flows.registry import champion_data, last_champion, model_package, versions
@@ -115,6 +115,9 @@ def test_an_alias_or_a_date_that_was_set_by_hand_does_not_hinder_a_rollback(mode
     promote(models, "1", "2")
     models.client.set_registered_model_alias("m", CHAMPION, "3")
     assert models.roll_back() == ("3", "2")
+    models.client.set_registered_model_alias("m", CHAMPION, "1")
+    assert models.roll_back() == ("1", "2")
+    promote(models, "1", "2")
     models.client.set_model_version_tag("m", "1", versions.PROMOTED_AT, "yesterday")
     promote(models, "4")
     assert models.aliases() == {CHAMPION: "4", PREVIOUS: "2"}
@@ -270,6 +273,22 @@ def test_a_registry_that_fails_is_an_error_without_a_password(
 @pytest.mark.parametrize(
     ("status", "named"), [(401, r"\bMLFLOW_TRACKING_PASSWORD\b"), (403, r"\bMANAGE\b"), (404, r"\b404\b")]
 )
+def test_a_store_of_files_that_fails_is_no_version_without_files(
+    models: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of such a version, a promotion would say that it must be deleted."""
+    error = MlflowException("503 Server Error: Service Unavailable", INTERNAL_ERROR)
+    monkeypatch.setattr("mlflow.artifacts.download_artifacts", Mock(side_effect=error))
+    with pytest.raises(versions.RegistryError, match="503"):
+        models.fetch("1", tmp_path / "fetched")
+    for error in (
+        MlflowException("404 Client Error: Not Found", INTERNAL_ERROR),
+        MlflowException("No such artifact", RESOURCE_DOES_NOT_EXIST),
+    ):
+        monkeypatch.setattr("mlflow.artifacts.download_artifacts", Mock(side_effect=error))
+        assert not models.fetch("1", tmp_path / "fetched").exists()
+
+
 def test_a_user_whom_the_server_refuses_is_told_what_to_do(
     status: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

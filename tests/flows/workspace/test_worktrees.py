@@ -8,6 +8,7 @@ import shutil
 import signal
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,7 +222,7 @@ class TestWorkspaces:
 def run_seed(root: str, seed: int) -> None:
     os.chdir(root)
     os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///mine.db"
-    multi_seed.run_all(toy(seed), Options(), sources())
+    multi_seed.run_all(toy(seed), Options(), sources(), ExitStack())
 
 
 class TestRunning:
@@ -240,13 +241,13 @@ class TestRunning:
 
         monkeypatch.setattr(summary, "collect", collect)
         studies = [replace(toy(0), task=task) for task in ("one", "two")]
-        _, _, _, failed = multi_seed.run_tasks(studies, Options())
+        _, _, _, failed = multi_seed.run_tasks(studies, Options(), ExitStack())
         assert not failed
         folders = [folder_of(study, 0) for study in studies]
         assert [call(folder, "git", "rev-parse", "HEAD") for folder in folders] == 2 * [before]
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9), sources())
+        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9), sources(), ExitStack())
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -257,9 +258,16 @@ class TestRunning:
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with worktrees.locked(repository / "workspaces/toy-seed0"):
-            _, failed = multi_seed.run_all(toy(0), Options(), sources())
+            _, failed = multi_seed.run_all(toy(0), Options(), sources(), ExitStack())
         assert "toy-seed0" in failed[0]
-        assert multi_seed.run_all(toy(0), Options(), sources()) == (toy(0), {})
+        assert multi_seed.run_all(toy(0), Options(), sources(), ExitStack()) == (toy(0), {})
+
+    def test_a_workspace_stays_locked_until_its_results_are_read(self, repository: Path) -> None:
+        with ExitStack() as held:
+            assert multi_seed.run_all(toy(0), Options(), sources(), held) == (toy(0), {})
+            _, failed = multi_seed.run_all(toy(0), Options(), sources(), ExitStack())
+            assert "toy-seed0" in failed[0]
+        assert multi_seed.run_all(toy(0), Options(), sources(), ExitStack()) == (toy(0), {})
 
     def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
         asked = Trials(seed=0, keep=0.5, recipes={"svd": ({}, {"rate": 2}, {"rate": 3})})
@@ -268,7 +276,7 @@ class TestRunning:
         folder = prepare(study.of_trials(asked), 0, sources())
         for name, validation in {"svd": 0.5, "svd_trial2": 0.7, "svd_trial3": 0.6}.items():
             scored(folder, f"{name}-0.5", validation)
-        ran, failed = multi_seed.run_all(study, Options(), sources())
+        ran, failed = multi_seed.run_all(study, Options(), sources(), ExitStack())
         assert not failed
         assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
         assert [variant.chosen for variant in ran.tried] == [False, True, False]
@@ -278,7 +286,7 @@ class TestRunning:
     def test_without_its_trials_no_seed_runs(self, repository: Path) -> None:
         asked = Trials(seed=1, keep=0.5, recipes={"svd": ({},)})
         study = replace(toy(0, 2), params={**toy().params, "recipes": {"svd": {}}}, trials=asked)
-        _, failed = multi_seed.run_all(study, Options(), sources())
+        _, failed = multi_seed.run_all(study, Options(), sources(), ExitStack())
         assert set(failed) == {0, 2}
         assert not folder_of(study, 0).exists()
 
