@@ -27,23 +27,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 import torch
 import transformers
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from eckart.arguments import Score, check_model, is_causal, keeps_of, number, patterns_of, recipe_of
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.embeddings import embedding_loss as embedding_loss
-from eckart.calibration.embeddings import is_sentence_transformer
 from eckart.calibration.head_loss import check_sum, objective_of
 from eckart.calibration.losses import (
     Batch,
@@ -68,22 +64,19 @@ from eckart.model.experts import unfused
 from eckart.model.layers import keep_values
 from eckart.model.macs import macs
 from eckart.model.module_context import eval_mode
-from eckart.model.quantized_or_adapted import MERGE_FIRST, check_base
 from eckart.model.round_trip import check_saved
-from eckart.model.targets import Targets, find_targets, has_other_forward, unmatched_warning
+from eckart.model.targets import Targets, find_targets, unmatched_warning
 from eckart.progress import Item, Progress, bar
-from eckart.ranks.budget import NoRank, allowance, ranked_allowance, stored
+from eckart.ranks.budget import NoRank, ranked_allowance, stored
 from eckart.ranks.search import ChosenRanks, search_ranks
 from eckart.ranks.search_problem import ByFormula, SearchProblem
-from eckart.recipe import RENAMED, Recipe, complete, contradictions
+from eckart.recipe import Recipe
 from eckart.recipe import recipes as complete_recipes
 from eckart.report import CompressedTarget as CompressedTarget
 from eckart.report import Report as Report
 from eckart.report import compressed_targets
 from eckart.text.self_written import write_text as write_text
 
-Score = Callable[[PreTrainedModel], float]
-"""A function that measures a model; higher is better."""
 _PRECISION = 0.01  # the search for a keep ends when its interval is this narrow
 _ROUNDING = 1e-6  # of a score: a mean in float32 has an error of up to 6e-8
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -224,15 +217,16 @@ def compress(
             can be compressed, or not to this `keep`; `largest_drop` cannot be met; the loss is not usable, or has no
             gradient; the model is quantized, has adapters, or does not survive saving. The message says what to do.
     """
-    _check_model(model)
+    check_model(model)
+    keep = keep.tolist() if isinstance(keep, (Tensor, np.ndarray)) else keep
     model = unfused(model) if experts else model
-    causal = _is_causal(model)
-    keeps = _keeps(keep, 0.8 if causal else 0.33, largest_drop, score)
-    valid_recipe = _recipe(recipe if recipe is not None else "narrowed" if causal else "anchored")
-    robust = RobustGradients(clip, _number("edges", edges))
+    causal = is_causal(model)
+    keeps = keeps_of(keep, 0.8 if causal else 0.33, largest_drop, score)
+    valid_recipe = recipe_of(recipe if recipe is not None else "narrowed" if causal else "anchored")
+    robust = RobustGradients(clip, number("edges", edges))
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
-    patterns = _patterns("include", include), _patterns("exclude", exclude)
+    patterns = patterns_of("include", include), patterns_of("exclude", exclude)
     targets = find_targets(model, few, *patterns, embeddings=embeddings, tied=tied)
     if warning := unmatched_warning(model, *patterns):
         warnings.warn(warning, stacklevel=2)
@@ -452,128 +446,6 @@ def _scored(score: Score, model: PreTrainedModel) -> float:
     if not math.isfinite(number):
         raise ValueError(f"score returned {given!r}: it must return a number for every model")
     return number
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}{_advice_on(model)}")
-    if not getattr(model.config, "return_dict", True):
-        raise ValueError("the model's config has return_dict=False, so its outputs have no names: set it to True")
-    if replaced := next((name or "the model" for name, part in model.named_modules() if has_other_forward(part)), ""):
-        raise ValueError(
-            f"the forward of {replaced} was replaced, such as by torch.compile or by a Trainer with bf16=True, so a "
-            "copy of the model may run the original, or round: give the model as from_pretrained loads it, or undo "
-            "that, such as by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
-        )
-    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
-        raise ValueError("most recipes need gradients: load the model and call this outside of torch.inference_mode()")
-    if any(map(torch.is_autocast_enabled, {"cpu", "cuda", model.device.type} - {"meta"})):
-        raise ValueError("torch.autocast() would round the statistics and the factors: call this outside of it")
-    check_base(model)
-
-
-def _advice_on(model: Any) -> str:
-    """Return what to give instead of `model`, which is not a model of transformers."""
-    if hasattr(model, "merge_and_unload"):
-        return f", with adapters: {MERGE_FIRST}"
-    parts = model.named_modules() if isinstance(model, nn.Module) else ()
-    if (name := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)) is None:
-        return ": give a transformers model, as from_pretrained loads it"
-    if name == "_orig_mod":  # torch.compile's, which goes on with the original if another model takes this place
-        return (
-            ": compress the model that it compiles, and compile the result: "
-            "small, report = eckart.compress(model._orig_mod, batches); model = torch.compile(small)"
-        )
-    inner = "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
-    loss = ", loss=eckart.embedding_loss(model)" * is_sentence_transformer(model)
-    return (
-        ": compress the transformers model in it, and put the result in its place: "
-        f"small, report = eckart.compress({inner}, batches{loss}); {inner} = small"
-    )
-
-
-def _keeps(
-    keep: float | Iterable[float] | None, default: float, largest_drop: float | None, score: Score | None
-) -> Sequence[float]:
-    """Return the keeps to compress to, after a check of how large the model may become; empty for a largest drop."""
-    if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
-        raise ValueError("give a keep, or a largest_drop and the score that measures it")
-    if score is not None and not callable(score):
-        raise ValueError(f"score={score!r} is not a function: give one that takes a model and returns a number")
-    if score is not None:
-        _number("largest_drop", largest_drop)
-        return []
-    keep = keep.tolist() if isinstance(keep, (Tensor, np.ndarray)) else keep
-    several = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
-    keeps = list(cast("Iterable[float]", keep)) if several else [default if keep is None else cast("float", keep)]
-    if not keeps:
-        raise ValueError("keep is empty: give at least one number, such as [0.5, 0.33]")
-    numbers = [_number("keep", share) for share in keeps]
-    for share in numbers:
-        allowance([], share)
-    return numbers
-
-
-def _number(name: str, number: Any) -> float:
-    """Return `number` as a float: counts of parameters would overflow in numpy's float16, and round in its float32."""
-    if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
-        raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
-    return float(number)
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether `model` has a causal language modeling head."""
-    names = {kind.__name__ for kind in type(model).__mro__}
-    return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-
-
-def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return `recipe`, which may be given by name or as settings, after a check that `compress` can run it."""
-    if isinstance(recipe, str):
-        built_in = recipes()
-        if recipe not in built_in:
-            raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(built_in)}")
-        recipe = built_in[recipe]
-    try:
-        valid = Recipe.model_validate(complete(_plain(recipe)))
-    except ValidationError as error:
-        lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {_advice(details)}" for details in error.errors())
-        raise ValueError(
-            "the recipe has mistakes; to make your own, change a built-in one: "
-            f'recipes()["kfac"].model_copy(update={{…}}):{lines}'
-        ) from error
-    for part, mistake in contradictions(valid):
-        raise ValueError(f"recipe: {part} {mistake}")
-    if _trains_first(valid):
-        closed_form = [name for name, other in recipes().items() if not _trains_first(other)]
-        raise ValueError(
-            "the recipe trains on the task before its factors are final, which only the pipeline can do "
-            f"(`eckart run`): take one of {', '.join(closed_form)}"
-        )
-    return valid
-
-
-def _plain(part: Any) -> Any:
-    """Return a recipe or a part of one as plain data, to check it: `model_copy(update=…)` takes anything."""
-    if isinstance(part, BaseModel):
-        return {name: _plain(value) for name, value in vars(part).items()}
-    return {name: _plain(value) for name, value in part.items()} if isinstance(part, Mapping) else part
-
-
-def _advice(details: ErrorDetails) -> str:
-    renamed = details["type"] == "extra_forbidden" and RENAMED.get(str(details["loc"][-1]))
-    return f"was renamed; write {renamed}" if renamed else details["msg"]
-
-
-def _trains_first(recipe: Recipe) -> bool:
-    return bool(recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base")
-
-
-def _patterns(name: str, given: str | Sequence[str]) -> Sequence[str]:
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f'{name}={given!r}: give patterns for names of layers, such as ["*.attention.*"]')
-    return patterns
 
 
 def _objective(

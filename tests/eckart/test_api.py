@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
-from eckart import api
+from eckart import arguments
 from eckart.calibration.batches import decoder_inputs
 from eckart.calibration.losses import IGNORED
 from eckart.calibration.statistics import collect
@@ -291,6 +291,7 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
     assert eckart.compress(tiny.bert(), BATCHES, np.float32(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
     assert eckart.compress(tiny.bert(), BATCHES, np.float16(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
+    assert eckart.compress(tiny.bert(), BATCHES, np.array(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="keep is empty"):
         eckart.compress(tiny.bert(), BATCHES, [])
     with pytest.raises(ValueError, match="keep=None"):
@@ -345,9 +346,9 @@ def test_a_changed_copy_of_a_recipe_is_checked_as_settings_are(changes: dict[str
 
 def test_one_word_is_enough_for_a_part_of_a_copy() -> None:
     changed = eckart.recipes()["drone"].model_copy(update={"ranks": "waterfill"})
-    assert api._recipe(changed) == api._recipe({"weighting": "inputs", "ranks": "waterfill"})
+    assert arguments.recipe_of(changed) == arguments.recipe_of({"weighting": "inputs", "ranks": "waterfill"})
     for recipe in eckart.recipes().values():
-        assert Recipe.model_validate(api._plain(recipe)) == recipe
+        assert Recipe.model_validate(arguments._plain(recipe)) == recipe
 
 
 @pytest.mark.parametrize(
