@@ -126,8 +126,11 @@ def recipe_of(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _plain(part: Any) -> Any:
-    """Return a recipe or a part of one as plain data, to check it: `model_copy(update=…)` takes anything."""
-    if isinstance(part, BaseModel):
+    """Return a recipe or a part of one as plain data, to check it: `model_copy(update=…)` takes anything.
+
+    A part of a class that is not Eckart's stays as it is.
+    """
+    if isinstance(part, BaseModel) and type(part).__module__.startswith("eckart."):
         return {name: _plain(value) for name, value in vars(part).items()}
     return {name: _plain(value) for name, value in part.items()} if isinstance(part, Mapping) else part
 

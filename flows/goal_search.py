@@ -66,6 +66,7 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
 
 def _keeps() -> set[float]:
     """Return the values as params.yaml writes them (1, not 1.0); the user may have edited them during the run."""
+    validation.typed_section("study")  # raises if they have mistakes
     return {*parse(read()["study"]["keeps"], tuple[int | float, ...], PARAMS, "study.keeps")}
 
 

@@ -82,28 +82,32 @@ def run_all(study: StudyFile, options: Options, start: Sources, held: ExitStack)
         The study with the variants that the trials chose, and failed seed → cause.
     """
     try:
-        study = _choose(study, study.trials, options, start, held) if study.trials else study
+        study = _choose(study, study.trials, options, start) if study.trials else study
     except WorkspaceError as error:
         return study, dict.fromkeys(study.seeds, str(error))
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            if not run(study, seed, options, start, held):
-                failed[seed] = "see its messages above"
+            with ExitStack() as own:
+                if run(study, seed, options, start, own):
+                    held.enter_context(own.pop_all())
+                else:
+                    failed[seed] = "see its messages above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return study, failed
 
 
-def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources, held: ExitStack) -> StudyFile:
+def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources) -> StudyFile:
     """Run the trials of the study, and return the study with the best variant of each recipe."""
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
-    if not run(first, trial.seed, options, start, held):
-        raise WorkspaceError("the trials failed: see their messages above")
-    return study.at_its_best(trials.results(trial, study.metric, folder))
+    with ExitStack() as held:
+        if not run(first, trial.seed, options, start, held):
+            raise WorkspaceError("the trials failed: see their messages above")
+        return study.at_its_best(trials.results(trial, study.metric, folder))
 
 
 def run(study: StudyFile, seed: int, options: Options, start: Sources, held: ExitStack) -> bool:

@@ -9,6 +9,7 @@ an untrained model has nearly the same loss for all examples, but not the same g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,28 +74,23 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
     return Objective(loss, loss, loss, predictions_of(loss, problem), problem != "regression")
 
 
-def check_sum(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> None:
-    """Check that a loss is a function that returns a tensor, and not the mean of the losses of two examples.
-
-    Raises:
-        ValueError: it is not, or it returns the mean, so that statistics would depend on how examples are batched.
-    """
-    advice = "give a function of the model and a batch that returns the sum of the examples' losses as a tensor"
-    if not callable(loss):
-        raise ValueError(f"loss={loss!r} is not a function: {advice}")
+def mean_warning(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> str:
+    """Return a warning if a loss of two examples is a mean of their losses, rather than the sum; else an empty text."""
     pair = first_examples(next((batch for batch in data if batch_size(batch) > 1), data[0]), 2)
-
-    def value(batch: Batch) -> float:
-        returned = loss(model, batch)
-        if not isinstance(returned, Tensor):
-            raise ValueError(f"loss returned {returned!r}: {advice}")
-        return float(returned.sum())
-
-    with eval_mode(model), torch.no_grad():
-        together, alone = value(pair), [value(row_of(pair, place)) for place in range(batch_size(pair))]
+    batches = [pair, *(row_of(pair, place) for place in range(batch_size(pair)))]
+    try:
+        with eval_mode(model), torch.enable_grad():
+            together, *alone = (float(loss(model, batch).sum()) for batch in batches)
+    except Exception:  # it may need whole batches, such as a loss that compares their examples
+        return ""
     total = sum(alone)
-    if abs(together - total / len(alone)) < abs(together - total) / 10:
-        raise ValueError(f"loss returned {together:.4g}, the mean, for examples whose losses are {alone}: {advice}")
+    if not min(alone) <= together <= max(alone) or math.isclose(together, total, rel_tol=1e-2):
+        return ""
+    losses = " and ".join(f"{value:.4g}" for value in alone)
+    return (
+        f"loss returned {together:.4g} for two examples whose losses are {losses}, as a mean does. Return their sum: "
+        "otherwise the predicted loss, and the weight of each example, depend on how examples are batched"
+    )
 
 
 def _advice(outputs: Any) -> str:

@@ -8,13 +8,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, row_of
 from eckart.calibration.routed_tokens import unreached
 from eckart.calibration.statistics import StatisticKind, Statistics, collect
-from eckart.model.module_context import eval_mode
+from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target
 
@@ -23,6 +23,7 @@ _SCALE = 256.0  # factor of the loss in the test for underflow, so that gradient
 _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
 # statistics of gradients, the smallest first
 _BY_SIZE: tuple[StatisticKind, ...] = ("fisher", "taylor", "output_gradients", "gradients")
+_SELECTED = 1e-4  # largest relative change of the loss by targets without a gradient without a warning
 _PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
@@ -49,6 +50,39 @@ def few_tokens_warning(targets: Iterable[Target], statistics: Statistics, exampl
         f"{len(few)} of {len(layers)} linear layers read fewer tokens than they have input features, such as "
         f"{worst.name} {seen[worst.name]:,} for {worst.in_features:,}: give more calibration examples"
     )
+
+
+def selection_warning(
+    model: PreTrainedModel, batch: Batch, targets: Sequence[Target], statistics: Statistics, loss: Loss
+) -> str | None:
+    """Return a warning if the loss depends on targets without a gradient, such as layers that select tokens.
+
+    A pooler that the head ignores has no gradient either, but the loss does not depend on it.
+
+    Args:
+        batch: model inputs for which the outputs of these targets are set to zero.
+    """
+    sums = [statistics[kind] for kind in _BY_SIZE if kind in statistics]
+    keys = {target.name: (target.name, f"{target.name}.output") for target in targets}
+    present = {name: [values[key] for values in sums for key in both if key in values] for name, both in keys.items()}
+    idle = [name for name, values in present.items() if values and not any(bool(value.any()) for value in values)]
+    if not idle:
+        return None
+    with torch.no_grad(), eval_mode(model):
+        before = loss(model, batch)
+        hooks = [model.get_submodule(name).register_forward_hook(_zeros) for name in idle]
+        with hooked(hooks):
+            after = loss(model, batch)
+    if _relative_change(after, before) <= _SELECTED:
+        return None
+    return (
+        f"the loss depends on {idle[0]}, but has no gradient there, as for a layer that selects tokens. A rank search "
+        f"would take almost all of its parameters: exclude {', '.join(idle)}"
+    )
+
+
+def _zeros(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+    return torch.zeros_like(outputs)
 
 
 def unreached_warning(targets: Iterable[Target], statistics: Statistics) -> str | None:

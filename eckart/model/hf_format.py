@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -179,7 +179,7 @@ class EckartQuantizer(HfQuantizer):
         if config is not None:
             self.other = AutoHfQuantizer.from_config(config, pre_quantized=not quantization_config.quantizes)
         self.pre_quantized = self.other.pre_quantized
-        self._old_names: list[WeightTransform] = []
+        self._own_names: list[WeightTransform] = []
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         names = dict(model.named_modules(remove_duplicate=False))
@@ -198,14 +198,14 @@ class EckartQuantizer(HfQuantizer):
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
         _tie_new_heads(model)
         if self.quantization_config.format < FORMAT:
-            self._old_names = [*_old_names(model, self.quantization_config.ranks, names)]
+            self._own_names = [*_old_names(model, self.quantization_config.ranks, names)]
         if self.quantization_config.quantization is not None:
             model.quantization_method = self.other.quantization_config.quant_method  # type: ignore[assignment]
         self.other._process_model_before_weight_loading(model, **options)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
-        model._weight_conversions = [some for some in used if some not in self._old_names]  # type: ignore[assignment]
+        model._weight_conversions = [some for some in used if some not in self._own_names]  # type: ignore[assignment]
         if self.quantization_config.quantization is None:  # another method makes tensors of its own
             _check_loaded(model)
         _complete_biases(model)
@@ -225,8 +225,9 @@ class EckartQuantizer(HfQuantizer):
         return self.other.update_attn_implementation(config)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Add the new names of the factors to those that transformers gives to what a folder holds."""
-        return self.other.update_weight_conversions([*weight_conversions, *self._old_names], model)
+        """Add the names of the factors to those that transformers gives to what a folder holds."""
+        self._own_names += _names_back(model, weight_conversions)
+        return self.other.update_weight_conversions([*weight_conversions, *self._own_names], model)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Undo what the other method has done; the factors stay."""
@@ -302,6 +303,20 @@ def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[
                 yield WeightConverter(f"{re.escape(within)}\\.{old}$", f"{within}.{new}", [Transpose()])
             else:
                 yield WeightRenaming(f"^{re.escape(name)}\\.{old}$", f"{name}.{new}")
+
+
+def _names_back(model: PreTrainedModel, conversions: Iterable[Any]) -> Iterator[WeightTransform]:
+    """Yield what gives the parts of factorized layers their names back, if `conversions` change these.
+
+    Inkling 2 has a pattern that gives `sconv.weight_proj` the name `sconv.weight_proj.weight`. It also gives
+    `sconv.weight_proj.right.weight` the name `sconv.weight_proj.weight.right.weight`.
+    """
+    renamings = [some for some in conversions if isinstance(some, WeightRenaming)]
+    for place, layer in model.named_modules():
+        for part in layer.state_dict() if isinstance(layer, LowRankLayer) else ():
+            name = f"{place}.{part}"
+            if (changed := apply_renamings(name, renamings)) != name:
+                yield WeightRenaming(f"^{re.escape(changed)}$", name)
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
@@ -401,19 +416,19 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
-        ValueError: `model` is not of transformers; or a layer has an adapter, or a factor is quantized in place, or
+        ValueError: `model` is no model; or a layer has an adapter, or a factor is quantized in place, or
             computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
     # not in save_pretrained, which also writes the checkpoints of a training with such layers
-    if isinstance(model, nn.Module):
-        check_unadapted(model)
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}: give the transformers model in it, such as model.module or, after "
-            "torch.compile, model._orig_mod"
-        )
+    model = cast(
+        "PreTrainedModel", getattr(model, "_orig_mod", model)
+    )  # torch.compile's wrapper would be part of the layers' names
+    if not hasattr(model, "save_pretrained"):
+        inner = ": give model.module" if hasattr(model, "module") else ": give a transformers model"
+        raise ValueError(f"model is a {type(model).__name__}{inner}")
+    check_unadapted(model)
     for name, layer in model.named_modules():
         if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):
             raise ValueError(f"{name}.{computed[0]} {COMPUTED}")

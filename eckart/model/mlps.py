@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -71,7 +71,16 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     independent = [_independent(model, kind, twice) for kind in kinds.values()]
     found = {mlp.down: mlp for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}
     found |= {mlp.down: mlp for mlp in _experts(model, targets)}
-    return [found[target.name] for target in targets if target.name in found]
+    return _apart(found[target.name] for target in targets if target.name in found)
+
+
+def _apart(mlps: Iterable[Mlp]) -> list[Mlp]:
+    """Return the MLPs without those that share a layer with one before, as three layers in a row do."""
+    kept: list[Mlp] = []
+    for mlp in mlps:
+        if not any({*mlp.layers} & {*other.layers} for other in kept):
+            kept.append(mlp)
+    return kept
 
 
 def _experts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterator[Mlp]:

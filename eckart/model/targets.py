@@ -372,7 +372,7 @@ def _static_reasons(
     owners, modules = _weight_owners(model), {name for name, _ in model.named_modules()}
     reasons = {
         name: _unwanted(name, include, exclude)
-        or ("belongs to a router" if in_router(name, modules) else None)
+        or ("belongs to a router or an indexer" if in_router(name, modules) else None)
         or ("is clamped while the model trains" if _CLAMPED in name.split(".") else None)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
@@ -390,16 +390,17 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
 
 
 def in_router(name: str, modules: Collection[str]) -> bool:
-    """Whether a layer or parameter belongs to a router: a part of its name has "router", or is a gate beside experts.
+    """Whether a layer or parameter belongs to a router (part of a name, or a gate beside experts) or to an indexer.
 
-    A small error in a router's scores sends tokens to other experts, and its weights are few.
+    A small error in a router's scores sends tokens to other experts, one in an indexer's scores lets an attention read
+    other tokens (DeepSeek-V3.2). An indexer has no gradient, and the weights of both are few.
 
     Args:
         modules: names of all modules.
     """
     parts = name.split(".")
     beside = (".".join([*parts[:place], "experts"]) for place, part in enumerate(parts) if part == "gate")
-    return any("router" in part for part in parts) or any(experts in modules for experts in beside)
+    return any("router" in part or part == "indexer" for part in parts) or any(each in modules for each in beside)
 
 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:

@@ -31,7 +31,7 @@ from flows.workspace import deployment_owner
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import FIGURES_STAGE, candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
-from tasks.artifacts.task_spec import Task, columns_of, load_task
+from tasks.artifacts.task_spec import Task, columns_of
 from tasks.config import validation
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers
@@ -211,7 +211,7 @@ def choose(name: str | None = None) -> Recorded:
 
 
 def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[str, Outcome]) -> Recorded:
-    name, task = candidate.name, load_task()
+    name, task = candidate.name, results.task
     own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == name)
     read = [item for outcome in (outcomes["extract"], outcomes["teacher"], *own) for item in outcome.deps.items()]
     return Recorded(

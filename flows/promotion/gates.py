@@ -156,10 +156,10 @@ def _smoked(task: Task) -> pd.DataFrame:
 
 def _same_files(files: Path, candidate: Recorded) -> Gate:
     content = digest(files) if files.is_dir() else "nothing"
-    words = (
-        f"the registry has {content}, but the study measured {candidate.content} ({candidate.name}): "
-        "delete that version and run `promote` again"
-    )
+    words = f"the registry has {content}, but the study measured {candidate.content} ({candidate.name}): "
+    if content == "nothing":
+        words += "if the store of its files is away, bring it back; else "
+    words += "delete that version and run `promote` again"
     return Gate("files other than measured", float(content != candidate.content), 0.0, True, words, "too many")
 
 

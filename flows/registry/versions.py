@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -51,6 +52,7 @@ ROLLED_BACK = "eckart.rolled_back"
 """Tag: when the version was rolled back, so that its predecessor became the champion again."""
 
 _PENDING = "pending"
+_NO_FILE = r"\b404\b|NoSuchKey|BlobNotFound"  # in an error of MLflow's server, of S3, of Azure
 _TRIAL = "eckart.trial"
 
 
@@ -77,9 +79,10 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def _says_missing(error: MlflowException) -> bool:
+def _says_missing(error: Exception) -> bool:
     """Whether an error of a download says that there are no such files, rather than that their store fails."""
-    return error.error_code == "RESOURCE_DOES_NOT_EXIST" or "404 Client Error" in str(error)
+    code = getattr(error, "error_code", "")
+    return code == "RESOURCE_DOES_NOT_EXIST" or re.search(_NO_FILE, str(error)) is not None
 
 
 @contextmanager
@@ -203,14 +206,16 @@ class Registry:
     def before(self, version: ModelVersion) -> str | None:
         """Return the number of the predecessor of `version`, to which a rollback returns.
 
-        Of the other versions that were not rolled back, it is the one that was promoted last. A champion that somebody
-        set by hand may have been promoted before it.
+        It is the version that was the last to be promoted before `version`, of those that were not rolled back. If
+        there is none before it, because `version` is on trial or somebody set the alias by hand, all others count.
 
         Returns:
             None if there is no predecessor.
         """
+        when = "" if version.tags.get(SMOKE) == _PENDING else _when(version)
         others = [other for other in self._promoted() if other.version != version.version]
-        return str(others[-1].version) if others else None
+        earlier = [other for other in others if _when(other) < when] or others
+        return str(earlier[-1].version) if earlier else None
 
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, in the order of their promotions."""
@@ -280,14 +285,17 @@ class Registry:
             RegistryError: the store of the files fails.
         """
         source = self.client.get_model_version_download_uri(self.name, number)
-        with _explained(Exception):  # each kind of store raises other errors
-            try:
-                files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
-            except MlflowException as error:
-                if not _says_missing(error):
-                    raise
-                log.warning("the files of version %s are missing: %s", number, redact(str(error)))
-                files = folder
+        try:
+            files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
+        except Exception as error:  # each kind of store raises other errors
+            words = redact(database.message_of(error))
+            if not _says_missing(error):
+                raise RegistryError(
+                    f"the files of version {number} cannot be read from {redact(source)}: {words}. Run again when this "
+                    "store works: the next run finishes or undoes what was begun"
+                ) from error
+            log.warning("the files of version %s are missing: %s", number, words)
+            files = folder
         return files / model_package.MODEL
 
     def smoke(self, reference: str) -> None:

@@ -95,9 +95,8 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     own = params_file.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
     if lines := list(_own_mistakes(own, stated, tasks)):
         raise ParamsError(report(file, lines))
-    common = merge(
-        merge(params_file.read(), {"export": {"recipes": []}}), stated
-    )  # by default, a study exports nothing
+    exports_nothing = merge(params_file.read(), {"export": {"recipes": []}})
+    common = merge(exports_nothing, stated)
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]

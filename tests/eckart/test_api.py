@@ -31,12 +31,14 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 import eckart
 from eckart import arguments
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED
+from eckart.calibration.losses import IGNORED, mean_loss_times_batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.model.layers import factorized
 from eckart.model.targets import find_targets
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.ranks.tolerance import Tolerance
+from eckart.ranks.uniform import Uniform
 from eckart.recipe import Recipe
 from tests import tiny
 
@@ -143,7 +145,7 @@ def test_a_largest_drop_that_every_keep_meets_gives_the_smallest_that_has_ranks(
 def test_a_largest_drop_stays_above_what_a_fixed_increase_of_the_loss_keeps() -> None:
     recipe = {"weighting": "inputs", "ranks": {"kind": "tolerance", "increase": 1e-6}}
     *_, report = eckart.compress(tiny.bert(), BATCHES, largest_drop=0.5, score=lambda _: 1.0, recipe=recipe)
-    assert report.keep <= 1
+    assert report.ranks == eckart.compress(tiny.bert(), BATCHES, 1.0, recipe).report.ranks
 
 
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
@@ -300,6 +302,8 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), BATCHES, 0.5, edges="x")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="exclude=None"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, exclude=None)  # type: ignore[call-overload]
+    given = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", exclude=(name for name in ("*.query",)))  # type: ignore[call-overload]
+    assert not [name for name in given.report.targets if name.endswith("query")]
     with pytest.raises(ValueError, match=r"keep='0\.5'"):
         eckart.compress(tiny.bert(), BATCHES, [0.3, "0.5"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
@@ -351,23 +355,37 @@ def test_one_word_is_enough_for_a_part_of_a_copy() -> None:
         assert Recipe.model_validate(arguments._plain(recipe)) == recipe
 
 
-@pytest.mark.parametrize(
-    ("loss", "named"),
-    [
-        ("mean", "not a function"),
-        (lambda *_: None, "None"),
-        (lambda model, batch: model(**batch).loss, "the mean"),
-    ],
-)
-def test_a_given_loss_that_is_no_sum_of_losses_is_refused(loss: Any, named: str) -> None:
+def test_a_part_of_a_class_of_ones_own_is_used() -> None:
+    class Mine(Uniform):
+        def search(self, problem: SearchProblem) -> SearchResult:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, Recipe(ranks=Mine()))
+
+
+@pytest.mark.parametrize(("loss", "named"), [("mean", "not a function"), (lambda *_: None, "None")])
+def test_what_is_no_loss_is_refused(loss: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=loss)
-    eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=sum_loss_of_bert)
 
 
-def sum_loss_of_bert(model: Any, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss * len(batch["labels"])
-    return loss
+def test_a_loss_that_is_a_mean_is_warned_of() -> None:
+    texts = [{**batch, "labels": batch["input_ids"]} for batch in tiny.batches(tiny.samples(4), 2)]
+    own: Any = lambda model, batch: model(**batch).loss  # noqa: E731
+    for model, batches in ((tiny.bert(), BATCHES), (tiny.causal_llama(), texts)):
+        with pytest.warns(UserWarning, match="as a mean does"):
+            eckart.compress(model, batches, 0.5, "kfac", loss=own, check=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*as a mean does")
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=mean_loss_times_batch, check=False)
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", loss=own, check=False)
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=of_whole_batches, check=False)
+
+
+def of_whole_batches(model: Any, batch: Any) -> torch.Tensor:
+    first, second = model(**batch).logits.split(2)
+    return (first - second).square().sum()
 
 
 def test_autocast_which_would_round_everything_is_refused() -> None:
@@ -376,12 +394,20 @@ def test_autocast_which_would_round_everything_is_refused() -> None:
 
 
 def test_what_is_no_model_is_not_saved(tmp_path: Path) -> None:
-    for model in (torch.nn.DataParallel(tiny.bert()), torch.compile(tiny.bert(), backend="eager"), None):
-        with pytest.raises(ValueError, match=r"model\.module"):
+    for model, named in ((torch.nn.DataParallel(tiny.bert()), r"model\.module"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=named):
             eckart.save(model, tmp_path / "new")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no name"):
         eckart.save(tiny.bert(), "")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_model_that_torch_compiles_is_saved(tmp_path: Path) -> None:
+    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd")
+    before = small.config.to_dict()
+    eckart.save(torch.compile(small, backend="eager"), tmp_path)
+    assert small.config.to_dict() == before
+    torch.testing.assert_close(tiny.logits(eckart.load(tmp_path), INPUTS), tiny.logits(small, INPUTS))
 
 
 @pytest.mark.parametrize(
@@ -631,7 +657,7 @@ def test_a_loss_without_a_gradient_is_an_error() -> None:
         return 0 * model(**batch).logits.sum()
 
     def apart(model: Any, batch: Any) -> torch.Tensor:
-        return len(batch["labels"]) * model(**batch).loss.detach()
+        return model(**batch).loss.detach()
 
     for loss in (flat, apart):
         with pytest.raises(ValueError, match="gradient of zero"):

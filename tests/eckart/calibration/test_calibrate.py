@@ -40,8 +40,8 @@ def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
         together = {key: value for part in parts for key, value in part[kind].items()}
         assert together.keys() == whole[kind].keys()
         assert all(torch.equal(value, whole[kind][key]) for key, value in together.items())
-    padding, underflow, few = said[0], said[1::2], said[2::2]
-    assert {padding, *underflow} == {None}
+    padding, underflow, few, selection = said[0], said[1::3], said[2::3], said[3::3]
+    assert {padding, *underflow, *selection} == {None}
     assert len(few) == len(underflow) == len(groups)
     assert all("fewer tokens" in str(message) for message in few[:2])
 

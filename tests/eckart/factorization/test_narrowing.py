@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 import eckart
 from eckart.calibration.head_loss import objective_of
@@ -509,3 +510,18 @@ def test_a_search_that_finds_no_mlp_says_so() -> None:
     report = eckart.compress(model, [batch], 0.6, NARROW, include="*attention*", check=False).report
     assert "no MLP" in str(report)
     assert not Waterfill().search(problem).remark
+
+
+def test_of_three_layers_in_a_row_the_middle_one_is_narrowed_once() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "mistral", "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, **sizes}
+    image = {"model_type": "pixtral", "image_size": 16, "patch_size": 4, **sizes}
+    config = Mistral3Config(text_config=text, vision_config=image, image_token_id=1)
+    torch.manual_seed(0)
+    model = Mistral3ForConditionalGeneration(config).eval()
+    ids = torch.randint(5, 60, (2, 12))
+    ids[:, 1:5] = 1
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16), "image_sizes": torch.full((2, 2), 16)}
+    _, report = eckart.compress(model, [{"input_ids": ids, "labels": ids, **pixels}], 0.5, "narrowed")
+    projector = [target.narrowed for name, target in report.targets.items() if "multi_modal_projector" in name]
+    assert projector == [True, True, False]

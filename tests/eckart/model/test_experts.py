@@ -201,7 +201,21 @@ def test_a_router_that_is_a_linear_layer_is_no_target():
     model.model.layers[0].mlp.gate.wg = nn.Linear(16, 4)
     model.model.layers[0].mlp.router_gate = nn.Linear(16, 4)  # Doge's
     excluded = find_targets(model, padded(2)).excluded
-    assert {excluded[f"model.layers.0.mlp.{name}"] for name in ("gate.wg", "router_gate")} == {"belongs to a router"}
+    expected = {"belongs to a router or an indexer"}
+    assert {excluded[f"model.layers.0.mlp.{name}"] for name in ("gate.wg", "router_gate")} == expected
+
+
+def test_an_indexer_which_selects_tokens_is_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no gradient, so any error of it would weigh nothing. Of one with another name, a warning tells."""
+    indexer = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+    sizes = {**SIZES, **DEEPSEEK, "n_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    model = tiny.build("DeepseekV32ForCausalLM", **{**sizes, **indexer, "num_attention_heads": 4}).eval()
+    found = find_targets(model, padded())
+    assert sum(".indexer." in name for name in found.excluded) == 6
+    assert not [target for target in found.targets if "indexer" in target.name]
+    monkeypatch.setattr("eckart.model.targets.in_router", lambda *_: False)
+    with pytest.warns(UserWarning, match=r"selects tokens.*exclude .*\.0\.self_attn\.indexer\.wk"):
+        eckart.compress(model, [padded()], 0.9, "kfac", check=False)
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
