@@ -40,7 +40,7 @@ from eckart.arguments import Score, check_model, is_causal, keeps_of, number, pa
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.embeddings import embedding_loss as embedding_loss
-from eckart.calibration.head_loss import mean_warning, objective_of
+from eckart.calibration.head_loss import check_loss, mean_warning, objective_of
 from eckart.calibration.losses import (
     Batch,
     DrawnLoss,
@@ -224,8 +224,6 @@ def compress(
     keeps = keeps_of(keep, 0.8 if causal else 0.33, largest_drop, score)
     valid_recipe = recipe_of(recipe if recipe is not None else "narrowed" if causal else "anchored")
     robust = RobustGradients(clip, number("edges", edges))
-    if loss is not None and not callable(loss):
-        raise ValueError(f"loss={loss!r} is not a function: give one of the model and a batch")
     data = prepare_batches(model, batches)
     few = first_examples(data[0], 2)  # enough to tell tokens from examples that a router sends to a layer
     patterns = patterns_of("include", include), patterns_of("exclude", exclude)
@@ -321,7 +319,11 @@ def _calibrate(
     kinds = cast("set[StatisticKind]", {*recipe.weighting.statistics, *recipe.ranks.statistics})
     objective = _objective(model, batches, recipe, kinds, loss)
     messages = [targets.census.warning]
-    if loss and not isinstance(loss, DrawnLoss) and (recipe.ranks.judges_by_loss or kinds & {*OF_GRADIENTS}):
+    if (
+        loss is not None
+        and not isinstance(loss, DrawnLoss)
+        and (recipe.ranks.judges_by_loss or kinds & {*OF_GRADIENTS})
+    ):
         messages.append(mean_warning(model, batches, loss))
     groups = passes(targets.targets, None) if kinds else []
     passed = calibrate(
@@ -478,7 +480,9 @@ def _objective(
         return objective_of(model, batches, "refine.error gradients")
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
-    used = loss or _run_without_loss
+    if loss is not None:
+        check_loss(model, batches, loss)
+    used = _run_without_loss if loss is None else loss
     problem = model.config.problem_type
     return Objective(used, used, used, predictions_of(used, problem), problem != "regression")
 

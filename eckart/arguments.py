@@ -107,7 +107,7 @@ def recipe_of(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
             raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(built_in)}")
         recipe = built_in[recipe]
     try:
-        valid = Recipe.model_validate(complete(_plain(recipe)))
+        valid = Recipe.model_validate(complete(_plain(vars(recipe) if isinstance(recipe, Recipe) else recipe)))
     except ValidationError as error:
         lines = "".join(f"\n  {'.'.join(map(str, details['loc']))}: {_advice(details)}" for details in error.errors())
         raise ValueError(

@@ -61,12 +61,12 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
         log(f"Trying keep {', '.join(tried)}, now in {PARAMS}, for {reasons}.")
         added = {*map(float, tried)}
+        validation.typed_section("study")  # raises if the user's edits have mistakes
         _set_keeps(_keeps() | added)
 
 
 def _keeps() -> set[float]:
     """Return the values as params.yaml writes them (1, not 1.0); the user may have edited them during the run."""
-    validation.typed_section("study")  # raises if they have mistakes
     return {*parse(read()["study"]["keeps"], tuple[int | float, ...], PARAMS, "study.keeps")}
 
 

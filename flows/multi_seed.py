@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import pandas as pd
 from ruamel.yaml import YAML
@@ -54,6 +55,9 @@ def run_tasks(
     Args:
         held: keeps the workspaces locked, so that no other study changes their results before they have been read.
 
+    Raises:
+        WorkspaceError: another process has locked one of the workspaces.
+
     Returns:
         Four values: the studies with the variants that their trials chose; task → results; task → differences between
         pairs of candidates; name of a failed run (task and seed) → cause.
@@ -63,8 +67,9 @@ def run_tasks(
     results: dict[str | None, pd.DataFrame] = {}
     pairs: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
+    locks = lock_all(studies, held)
     for study in studies:
-        chosen, causes = run_all(study, options, start, held)
+        chosen, causes = run_all(study, options, start, locks)
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
@@ -75,7 +80,15 @@ def run_tasks(
     return ran, results, pairs, failed
 
 
-def run_all(study: StudyFile, options: Options, start: Sources, held: ExitStack) -> tuple[StudyFile, dict[int, str]]:
+def lock_all(studies: Sequence[StudyFile], held: ExitStack) -> dict[Path, IO[str]]:
+    """Lock the workspaces of all seeds until `held` is closed, and return the lock of each."""
+    folders = [folder_of(study, seed) for study in studies for seed in study.seeds]
+    return {folder: held.enter_context(worktrees.locked(folder)) for folder in folders}
+
+
+def run_all(
+    study: StudyFile, options: Options, start: Sources, locks: Mapping[Path, IO[str]]
+) -> tuple[StudyFile, dict[int, str]]:
     """Run the trials of a study, if it has any; then run its seeds, with the variant of each recipe that they chose.
 
     Returns:
@@ -89,11 +102,8 @@ def run_all(study: StudyFile, options: Options, start: Sources, held: ExitStack)
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            with ExitStack() as own:
-                if run(study, seed, options, start, own):
-                    held.enter_context(own.pop_all())
-                else:
-                    failed[seed] = "see its messages above"
+            if not run(study, seed, options, start, locks[folder_of(study, seed)]):
+                failed[seed] = "see its messages above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return study, failed
@@ -104,17 +114,16 @@ def _choose(study: StudyFile, trial: Trials, options: Options, start: Sources) -
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
-    with ExitStack() as held:
-        if not run(first, trial.seed, options, start, held):
+    with worktrees.locked(folder) as lock:
+        if not run(first, trial.seed, options, start, lock):
             raise WorkspaceError("the trials failed: see their messages above")
         return study.at_its_best(trials.results(trial, study.metric, folder))
 
 
-def run(study: StudyFile, seed: int, options: Options, start: Sources, held: ExitStack) -> bool:
-    """Run `eckart run` in the workspace of a seed, and return whether it succeeded. The workspace stays locked."""
+def run(study: StudyFile, seed: int, options: Options, start: Sources, lock: IO[str]) -> bool:
+    """Run `eckart run` in the workspace of a seed, which is locked, and return whether it succeeded."""
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
-    lock = held.enter_context(worktrees.locked(folder))
     prepare(study, seed, start)
     # absolute, since MLflow takes a path in the environment for one in the seed's folder
     stores = {"MLFLOW_TRACKING_URI": database.address(), "MLFLOW_REGISTRY_URI": database.registry_address()}

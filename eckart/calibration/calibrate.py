@@ -55,6 +55,6 @@ def calibrate(
         if without_gradient and number == len(groups):
             raise ValueError(NO_GRADIENT)
         warn(few_tokens_warning(group.targets, statistics, examples))
-        warn(selection_warning(model, first_examples(checked[0], 2), group.targets, statistics, loss))
+        warn(selection_warning(model, first_examples(checked[0], 2), group.targets, statistics))
         yield statistics
         del statistics  # frees them before the next pass

@@ -9,7 +9,6 @@ an untrained model has nearly the same loss for all examples, but not the same g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,17 +73,32 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
     return Objective(loss, loss, loss, predictions_of(loss, problem), problem != "regression")
 
 
+def check_loss(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> None:
+    """Check that a loss is a function that returns a tensor.
+
+    Raises:
+        ValueError: it is not.
+    """
+    advice = "give a function of the model and a batch that returns the sum of the examples' losses as a tensor"
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} is not a function: {advice}")
+    with eval_mode(model), torch.enable_grad():
+        returned = loss(model, data[0])
+    if not isinstance(returned, Tensor):
+        raise ValueError(f"the loss returned {returned!r}: {advice}")
+
+
 def mean_warning(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> str:
     """Return a warning if a loss of two examples is a mean of their losses, rather than the sum; else an empty text."""
     pair = first_examples(next((batch for batch in data if batch_size(batch) > 1), data[0]), 2)
     batches = [pair, *(row_of(pair, place) for place in range(batch_size(pair)))]
     try:
         with eval_mode(model), torch.enable_grad():
-            together, *alone = (float(loss(model, batch).sum()) for batch in batches)
+            together, *alone = (float(loss(model, batch).detach().sum()) for batch in batches)
     except Exception:  # it may need whole batches, such as a loss that compares their examples
         return ""
-    total = sum(alone)
-    if not min(alone) <= together <= max(alone) or math.isclose(together, total, rel_tol=1e-2):
+    is_sum = abs(together - sum(alone)) <= 1e-2 * max(map(abs, alone))
+    if is_sum or not min(alone) <= together <= max(alone):
         return ""
     losses = " and ".join(f"{value:.4g}" for value in alone)
     return (

@@ -93,7 +93,7 @@ def collect(
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
-            examples, the loss is no tensor, or there is no example.
+            examples, or there is no example.
     """
     collector = Collector(model, targets, frozenset(kinds), robust)
     stop = None if then is None else _EarlyStop(model, collector.modules.values(), then)
@@ -106,10 +106,7 @@ def collect(
                     loss(model, batch)
                 continue
             with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
-                returned = loss(model, batch)
-                if not isinstance(returned, Tensor):
-                    raise ValueError(f"the loss returned {returned!r}: it must return a tensor, the sum of the losses")
-                losses = returned.reshape(-1).unbind()
+                losses = loss(model, batch).reshape(-1).unbind()
             if not losses[0].requires_grad:  # it reaches none of the targets, as an embedding model's pooler
                 continue
             for number, scalar in enumerate(losses, 1):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch, Loss, row_of
@@ -23,7 +23,7 @@ _SCALE = 256.0  # factor of the loss in the test for underflow, so that gradient
 _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor without a warning
 # statistics of gradients, the smallest first
 _BY_SIZE: tuple[StatisticKind, ...] = ("fisher", "taylor", "output_gradients", "gradients")
-_SELECTED = 1e-4  # largest relative change of the loss by targets without a gradient without a warning
+_SELECTED = 1e-4  # largest relative change of outputs by a target without a gradient that causes no warning
 _PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
@@ -53,36 +53,38 @@ def few_tokens_warning(targets: Iterable[Target], statistics: Statistics, exampl
 
 
 def selection_warning(
-    model: PreTrainedModel, batch: Batch, targets: Sequence[Target], statistics: Statistics, loss: Loss
+    model: PreTrainedModel, batch: Batch, targets: Sequence[Target], statistics: Statistics
 ) -> str | None:
-    """Return a warning if the loss depends on targets without a gradient, such as layers that select tokens.
+    """Return a warning if outputs depend on targets in which the loss has no gradient, as in layers that select tokens.
 
-    A pooler that the head ignores has no gradient either, but the loss does not depend on it.
+    A pooler that the head ignores has no gradient either, but the outputs do not depend on it.
 
     Args:
-        batch: model inputs for which the outputs of these targets are set to zero.
+        batch: model inputs for which the outputs of each of these targets are set to zero in turn.
     """
     sums = [statistics[kind] for kind in _BY_SIZE if kind in statistics]
     keys = {target.name: (target.name, f"{target.name}.output") for target in targets}
     present = {name: [values[key] for values in sums for key in both if key in values] for name, both in keys.items()}
     idle = [name for name, values in present.items() if values and not any(bool(value.any()) for value in values)]
-    if not idle:
+    try:
+        selecting = [name for name in idle if _output_without(model, batch, name) > _SELECTED]
+    except Exception:  # the model does not take these examples, or returns nothing to compare
         return None
-    with torch.no_grad(), eval_mode(model):
-        before = loss(model, batch)
-        hooks = [model.get_submodule(name).register_forward_hook(_zeros) for name in idle]
-        with hooked(hooks):
-            after = loss(model, batch)
-    if _relative_change(after, before) <= _SELECTED:
+    if not selecting:
         return None
     return (
-        f"the loss depends on {idle[0]}, but has no gradient there, as for a layer that selects tokens. A rank search "
-        f"would take almost all of its parameters: exclude {', '.join(idle)}"
+        f"{len(selecting)} of {len(targets)} layers change the outputs, but the loss has no gradient in them, as in "
+        f"layers that select tokens, such as {selecting[0]}. Where errors are weighted by gradients, they keep almost "
+        "no rank: exclude them"
     )
 
 
-def _zeros(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
-    return torch.zeros_like(outputs)
+def _output_without(model: PreTrainedModel, batch: Batch, name: str) -> float:
+    """Return the relative change of a model's first output if the layer `name` returns zeros."""
+    with torch.no_grad(), eval_mode(model):
+        whole = _first_output(model(**batch))
+        with hooked([model.get_submodule(name).register_forward_hook(lambda _, __, outputs: outputs * 0)]):
+            return _relative_change(_first_output(model(**batch)), whole)
 
 
 def unreached_warning(targets: Iterable[Target], statistics: Statistics) -> str | None:

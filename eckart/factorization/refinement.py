@@ -50,7 +50,7 @@ from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
 from eckart.model.module_context import frozen, hooked
-from eckart.model.targets import Product, Target, in_router
+from eckart.model.targets import Product, Target, in_selector
 from eckart.training.learning_rate import Schedule, share_of_peak
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class _Training:
         self.stored = {
             name: parameter
             for name, parameter in block.named_parameters()
-            if parameter.is_floating_point() and parameter not in tables and not in_router(name, modules)
+            if parameter.is_floating_point() and parameter not in tables and not in_selector(name, modules)
         }
         self.trained = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).requires_grad_()

@@ -57,6 +57,7 @@ from eckart.model.layers import (
     factorized,
     head_counts,
     head_rows_like,
+    keep_values,
     low_rank_like,
     narrowed_like,
     narrowed_shapes,
@@ -192,7 +193,9 @@ class EckartQuantizer(HfQuantizer):
                 model.set_submodule(place, narrowed_like(model.get_submodule(place), rows, columns))
         for name in self.quantization_config.ranks:
             if (place := _name_here(model, name, names)) is not None:
-                model.set_submodule(place, self.quantization_config.layer(name, model.get_submodule(place)))
+                layer = self.quantization_config.layer(name, model.get_submodule(place))
+                keep_values(layer)  # else transformers draws what a layer of this name needs, as an xLSTM's gate
+                model.set_submodule(place, layer)
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
                 tie_head(model, head, _name_here(model, embedding, names) or embedding)
@@ -226,7 +229,7 @@ class EckartQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Add the names of the factors to those that transformers gives to what a folder holds."""
-        self._own_names += _names_back(model, weight_conversions)
+        self._own_names += _names_back(model, self.quantization_config.ranks, weight_conversions)
         return self.other.update_weight_conversions([*weight_conversions, *self._own_names], model)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -305,18 +308,21 @@ def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[
                 yield WeightRenaming(f"^{re.escape(name)}\\.{old}$", f"{name}.{new}")
 
 
-def _names_back(model: PreTrainedModel, conversions: Iterable[Any]) -> Iterator[WeightTransform]:
-    """Yield what gives the parts of factorized layers their names back, if `conversions` change these.
+def _names_back(model: PreTrainedModel, layers: Iterable[str], conversions: Iterable[Any]) -> Iterator[WeightTransform]:
+    """Yield what gives the parts of the low-rank `layers` of a folder their names back, if `conversions` change these.
 
     Inkling 2 has a pattern that gives `sconv.weight_proj` the name `sconv.weight_proj.weight`. It also gives
     `sconv.weight_proj.right.weight` the name `sconv.weight_proj.weight.right.weight`.
     """
     renamings = [some for some in conversions if isinstance(some, WeightRenaming)]
-    for place, layer in model.named_modules():
+    names = dict(model.named_modules(remove_duplicate=False))
+    for name in layers:
+        place = _name_here(model, name, names) or ""
+        layer = names.get(place)
         for part in layer.state_dict() if isinstance(layer, LowRankLayer) else ():
-            name = f"{place}.{part}"
-            if (changed := apply_renamings(name, renamings)) != name:
-                yield WeightRenaming(f"^{re.escape(changed)}$", name)
+            changed = apply_renamings(f"{name}.{part}", renamings)
+            if not f".{changed}".endswith(tuple(f".{known.rpartition('.')[2]}.{part}" for known in (name, place))):
+                yield WeightRenaming(f"^{re.escape(changed)}$", f"{name}.{part}")
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
@@ -416,19 +422,20 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         NotADirectoryError: `folder` is a file; transformers would write nothing, and say so in its log only.
-        ValueError: `model` is no model; or a layer has an adapter, or a factor is quantized in place, or
+        ValueError: `model` is not of transformers; or a layer has an adapter, or a factor is quantized in place, or
             computed from other tensors, such as a mask, so the folder could not be loaded.
     """
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: name a folder")
     # not in save_pretrained, which also writes the checkpoints of a training with such layers
-    model = cast(
-        "PreTrainedModel", getattr(model, "_orig_mod", model)
-    )  # torch.compile's wrapper would be part of the layers' names
-    if not hasattr(model, "save_pretrained"):
-        inner = ": give model.module" if hasattr(model, "module") else ": give a transformers model"
-        raise ValueError(f"model is a {type(model).__name__}{inner}")
-    check_unadapted(model)
+    model = cast("PreTrainedModel", getattr(model, "_orig_mod", model))  # else the wrapper would be part of all names
+    if isinstance(model, nn.Module):
+        check_unadapted(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}, not a model of transformers: give the one in it, or call its own "
+            "save_pretrained"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, LowRankLayer) and (computed := computed_weights(layer)):
             raise ValueError(f"{name}.{computed[0]} {COMPUTED}")

@@ -77,9 +77,11 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
 def _apart(mlps: Iterable[Mlp]) -> list[Mlp]:
     """Return the MLPs without those that share a layer with one before, as three layers in a row do."""
     kept: list[Mlp] = []
+    layers: set[str] = set()
     for mlp in mlps:
-        if not any({*mlp.layers} & {*other.layers} for other in kept):
+        if layers.isdisjoint(mlp.layers):
             kept.append(mlp)
+            layers.update(mlp.layers)
     return kept
 
 

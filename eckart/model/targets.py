@@ -24,6 +24,9 @@ from eckart.model.stand_ins import used_outside
 Storage = Literal["factors", "pivoted"]
 """Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
 coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
+_SELECTORS = {"indexer", "patcher"}
+_HEADS = {"lm_head", "lm_heads", "class_embed", "bbox_embed", "enc_score_head", "enc_bbox_head", "pre_bbox_head"}
+"""Names of heads that some models have elsewhere than beside their backbone (Bark, MusicGen, RT-DETR)."""
 _CLAMPED = "altup"
 """Name of the modules in which Gemma 3n clamps weights in place, in training mode only."""
 
@@ -372,7 +375,7 @@ def _static_reasons(
     owners, modules = _weight_owners(model), {name for name, _ in model.named_modules()}
     reasons = {
         name: _unwanted(name, include, exclude)
-        or ("belongs to a router or an indexer" if in_router(name, modules) else None)
+        or ("selects experts, tokens or patches" if in_selector(name, modules) else None)
         or ("is clamped while the model trains" if _CLAMPED in name.split(".") else None)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
@@ -389,23 +392,25 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
     return None
 
 
-def in_router(name: str, modules: Collection[str]) -> bool:
-    """Whether a layer or parameter belongs to a router (part of a name, or a gate beside experts) or to an indexer.
+def in_selector(name: str, modules: Collection[str]) -> bool:
+    """Whether a layer or parameter belongs to a part that selects what others read, as its name says.
 
-    A small error in a router's scores sends tokens to other experts, one in an indexer's scores lets an attention read
-    other tokens (DeepSeek-V3.2). An indexer has no gradient, and the weights of both are few.
+    That is a router (or a gate beside experts), the indexer of an attention to few tokens (DeepSeek-V3.2), or the
+    patcher that cuts a text (BLT). A small error in its scores selects other experts, tokens or patches. It may have no
+    gradient, so that no method sees the error, and its weights are few.
 
     Args:
         modules: names of all modules.
     """
     parts = name.split(".")
     beside = (".".join([*parts[:place], "experts"]) for place, part in enumerate(parts) if part == "gate")
-    return any("router" in part or part == "indexer" for part in parts) or any(each in modules for each in beside)
+    return any("router" in part or part in _SELECTORS for part in parts) or any(each in modules for each in beside)
 
 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     is_head = not name.startswith(base) or model.get_submodule(name) is model.get_output_embeddings()
+    is_head |= not _HEADS.isdisjoint(name.split("."))
     if not base and "For" in type(model).__name__:  # a model for a task that does not have its backbone in one module
         is_head |= "." not in name
     return "is a head" if is_head and not heads else None

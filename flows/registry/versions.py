@@ -52,7 +52,7 @@ ROLLED_BACK = "eckart.rolled_back"
 """Tag: when the version was rolled back, so that its predecessor became the champion again."""
 
 _PENDING = "pending"
-_NO_FILE = r"\b404\b|NoSuchKey|BlobNotFound"  # in an error of MLflow's server, of S3, of Azure
+_NO_FILE = r"404 Client Error|\(404\)|NoSuchKey|BlobNotFound"  # in an error of MLflow's server, of S3, of Azure
 _TRIAL = "eckart.trial"
 
 
@@ -206,15 +206,15 @@ class Registry:
     def before(self, version: ModelVersion) -> str | None:
         """Return the number of the predecessor of `version`, to which a rollback returns.
 
-        It is the version that was the last to be promoted before `version`, of those that were not rolled back. If
-        there is none before it, because `version` is on trial or somebody set the alias by hand, all others count.
+        It is the version that was the last to be promoted before `version`, of those that were not rolled back. If the
+        smoke test of `version` is pending, or somebody made it the champion by hand, all promotions count as earlier.
 
         Returns:
             None if there is no predecessor.
         """
         when = "" if version.tags.get(SMOKE) == _PENDING else _when(version)
-        others = [other for other in self._promoted() if other.version != version.version]
-        earlier = [other for other in others if _when(other) < when] or others
+        promoted = [other for other in self._promoted() if other.version != version.version]
+        earlier = [other for other in promoted if not when or _when(other) < when]
         return str(earlier[-1].version) if earlier else None
 
     def _promoted(self) -> list[ModelVersion]:

@@ -201,7 +201,7 @@ def test_a_router_that_is_a_linear_layer_is_no_target():
     model.model.layers[0].mlp.gate.wg = nn.Linear(16, 4)
     model.model.layers[0].mlp.router_gate = nn.Linear(16, 4)  # Doge's
     excluded = find_targets(model, padded(2)).excluded
-    expected = {"belongs to a router or an indexer"}
+    expected = {"selects experts, tokens or patches"}
     assert {excluded[f"model.layers.0.mlp.{name}"] for name in ("gate.wg", "router_gate")} == expected
 
 
@@ -213,8 +213,8 @@ def test_an_indexer_which_selects_tokens_is_no_target(monkeypatch: pytest.Monkey
     found = find_targets(model, padded())
     assert sum(".indexer." in name for name in found.excluded) == 6
     assert not [target for target in found.targets if "indexer" in target.name]
-    monkeypatch.setattr("eckart.model.targets.in_router", lambda *_: False)
-    with pytest.warns(UserWarning, match=r"selects tokens.*exclude .*\.0\.self_attn\.indexer\.wk"):
+    monkeypatch.setattr("eckart.model.targets.in_selector", lambda *_: False)
+    with pytest.warns(UserWarning, match=r"select tokens, such as .*\.0\.self_attn\.indexer\."):
         eckart.compress(model, [padded()], 0.9, "kfac", check=False)
 
 

@@ -110,6 +110,8 @@ def test_a_pattern_for_a_dense_weight_does_not_rename_its_factors(tmp_path):
         eckart.save(small, folder)
         loaded = eckart.load(folder)
         torch.testing.assert_close(tiny.logits(loaded, batch), tiny.logits(small, batch))
+        base = AutoModel.from_pretrained(folder)
+        torch.testing.assert_close(base(**batch).last_hidden_state, loaded.model(**batch).last_hidden_state)
         small = loaded
 
 
@@ -407,3 +409,15 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="name a folder"):
         save(tiny.bert(), tmp_path / "file")
+
+
+def test_factors_of_a_layer_that_transformers_initializes_by_its_name_are_loaded(tmp_path):
+    """It gives a gate of an xLSTM a certain bias, which the first of two factors lacks."""
+    sizes = {"hidden_size": 64, "num_blocks": 2, "num_hidden_layers": 2, "num_heads": 4, "chunk_size": 4}
+    rounding = {"ffn_round_up_to_multiple_of": 8, "mlstm_round_up_to_multiple_of": 8, "mode": "inference"}
+    model = tiny.build("xLSTMForCausalLM", **sizes, **rounding, qk_dim_factor=1.0, v_dim_factor=1.0, vocab_size=64)
+    batch = {"input_ids": torch.arange(3, 15)[None]}
+    small, report = eckart.compress(model.eval(), [batch], 0.9, "svd", check=False)
+    assert any("igate" in name for name in report.ranks)
+    eckart.save(small, tmp_path)
+    torch.testing.assert_close(tiny.logits(eckart.load(tmp_path), batch), tiny.logits(small, batch))

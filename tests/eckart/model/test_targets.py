@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BarkSemanticConfig, BarkSemanticModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.calibration.statistics import collect
@@ -14,7 +15,7 @@ from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Inputs, Plain, weigh
 from eckart.model.layers import factorize_target
 from eckart.model.probing import NO_WORDS, columns, is_embedding, is_linear, shortened
-from eckart.model.targets import Targets, find_targets, weight_of
+from eckart.model.targets import Targets, find_targets, in_selector, weight_of
 from tests import tiny
 
 BATCH = tiny.collate(tiny.samples(2))
@@ -505,3 +506,13 @@ class TestModulesThatMustNotBeReplaced:
             parent.forward = forward  # type: ignore[method-assign]
 
         assert "not the tokens of" in self.excluded(padded)
+
+
+def test_heads_elsewhere_than_beside_the_backbone_and_what_selects_patches_are_no_targets() -> None:
+    config = BarkSemanticConfig(
+        hidden_size=16, num_layers=1, num_heads=2, input_vocab_size=64, output_vocab_size=50, block_size=32
+    )
+    found = find_targets(BarkSemanticModel(config).eval(), {"input_ids": torch.arange(12)[None]})
+    assert found.excluded == {"lm_head": "is a head"}
+    assert in_selector("model.patcher.layers.0.self_attn.q_proj", ())  # BLT's
+    assert not in_selector("vision.patch_embed.projection", ())

@@ -25,7 +25,6 @@ from flows.cli import app
 from flows.engine.run_options import Options
 from flows.multi_seed import check_committed, folder_of, prepare
 from flows.tracking import database
-from flows.workspace import worktrees
 from flows.workspace.worktrees import WorkspaceError, carry, sources
 from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed import study_file
@@ -219,10 +218,15 @@ class TestWorkspaces:
         assert call(repository, "git", "branch", "--show-current") == "main\n"
 
 
+def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
+    with ExitStack() as held:
+        return multi_seed.run_all(study, options, sources(), multi_seed.lock_all([study], held))
+
+
 def run_seed(root: str, seed: int) -> None:
     os.chdir(root)
     os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///mine.db"
-    multi_seed.run_all(toy(seed), Options(), sources(), ExitStack())
+    run_all(toy(seed), Options())
 
 
 class TestRunning:
@@ -247,7 +251,7 @@ class TestRunning:
         assert [call(folder, "git", "rev-parse", "HEAD") for folder in folders] == 2 * [before]
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9), sources(), ExitStack())
+        _, failed = run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -257,17 +261,12 @@ class TestRunning:
             )  # not the seed's own
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
-        with worktrees.locked(repository / "workspaces/toy-seed0"):
-            _, failed = multi_seed.run_all(toy(0), Options(), sources(), ExitStack())
-        assert "toy-seed0" in failed[0]
-        assert multi_seed.run_all(toy(0), Options(), sources(), ExitStack()) == (toy(0), {})
-
-    def test_a_workspace_stays_locked_until_its_results_are_read(self, repository: Path) -> None:
+        """Not even before the first is at a seed, nor after it, when its results are still to be read."""
         with ExitStack() as held:
-            assert multi_seed.run_all(toy(0), Options(), sources(), held) == (toy(0), {})
-            _, failed = multi_seed.run_all(toy(0), Options(), sources(), ExitStack())
-            assert "toy-seed0" in failed[0]
-        assert multi_seed.run_all(toy(0), Options(), sources(), ExitStack()) == (toy(0), {})
+            multi_seed.lock_all([toy(0, 1)], held)
+            with pytest.raises(WorkspaceError, match="toy-seed1"):
+                multi_seed.run_tasks([toy(1, 2)], Options(), ExitStack())
+        assert run_all(toy(0), Options()) == (toy(0), {})
 
     def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
         asked = Trials(seed=0, keep=0.5, recipes={"svd": ({}, {"rate": 2}, {"rate": 3})})
@@ -276,7 +275,7 @@ class TestRunning:
         folder = prepare(study.of_trials(asked), 0, sources())
         for name, validation in {"svd": 0.5, "svd_trial2": 0.7, "svd_trial3": 0.6}.items():
             scored(folder, f"{name}-0.5", validation)
-        ran, failed = multi_seed.run_all(study, Options(), sources(), ExitStack())
+        ran, failed = run_all(study, Options())
         assert not failed
         assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
         assert [variant.chosen for variant in ran.tried] == [False, True, False]
@@ -286,7 +285,7 @@ class TestRunning:
     def test_without_its_trials_no_seed_runs(self, repository: Path) -> None:
         asked = Trials(seed=1, keep=0.5, recipes={"svd": ({},)})
         study = replace(toy(0, 2), params={**toy().params, "recipes": {"svd": {}}}, trials=asked)
-        _, failed = multi_seed.run_all(study, Options(), sources(), ExitStack())
+        _, failed = run_all(study, Options())
         assert set(failed) == {0, 2}
         assert not folder_of(study, 0).exists()
 
