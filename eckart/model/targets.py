@@ -25,7 +25,10 @@ Storage = Literal["factors", "pivoted"]
 """Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
 coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
 _SELECTORS = {"indexer", "patcher"}
-_HEADS = {"lm_head", "lm_heads", "class_embed", "bbox_embed", "enc_score_head", "enc_bbox_head", "pre_bbox_head"}
+_HEADS = {
+    *("lm_head", "lm_heads", "codec_head"),
+    *("class_embed", "bbox_embed", "enc_score_head", "enc_bbox_head", "pre_bbox_head"),
+}
 """Names of heads that some models have elsewhere than beside their backbone (Bark, MusicGen, RT-DETR)."""
 _CLAMPED = "altup"
 """Name of the modules in which Gemma 3n clamps weights in place, in training mode only."""
@@ -411,7 +414,8 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     is_head = not name.startswith(base) or model.get_submodule(name) is model.get_output_embeddings()
     is_head |= not _HEADS.isdisjoint(name.split("."))
-    if not base and "For" in type(model).__name__:  # a model for a task that does not have its backbone in one module
+    # A model for a task may not have its backbone in one module. If it writes text, layers join its parts (BLIP-2).
+    if not base and "For" in type(model).__name__ and not model.can_generate():
         is_head |= "." not in name
     return "is a head" if is_head and not heads else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BarkSemanticConfig, BarkSemanticModel
+from transformers import BarkSemanticConfig, BarkSemanticModel, Blip2Config, Blip2ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
 from eckart.calibration.statistics import collect
@@ -516,3 +516,20 @@ def test_heads_elsewhere_than_beside_the_backbone_and_what_selects_patches_are_n
     assert found.excluded == {"lm_head": "is a head"}
     assert in_selector("model.patcher.layers.0.self_attn.q_proj", ())  # BLT's
     assert not in_selector("vision.patch_embed.projection", ())
+
+
+def test_a_layer_between_the_parts_of_a_model_that_writes_text_is_a_target() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image = {**sizes, "image_size": 8, "patch_size": 4}
+    reader = {**sizes, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
+    text = {"model_type": "opt", "vocab_size": 64, "ffn_dim": 24, "word_embed_proj_dim": 16, **sizes}
+    config = Blip2Config(
+        vision_config=image, qformer_config=reader, text_config=text, num_query_tokens=2, image_token_index=63
+    )
+    model = Blip2ForConditionalGeneration(config).eval()
+    ids = torch.arange(3, 11).repeat(2, 1)
+    ids[:, :2] = 63
+    batch = {"pixel_values": torch.randn(2, 3, 8, 8), "input_ids": ids}
+    result = find_targets(model, batch)
+    assert "language_projection" in [target.name for target in result.targets]
+    assert result.excluded["language_model.lm_head"] == "is a head"
