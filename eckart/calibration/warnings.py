@@ -66,11 +66,15 @@ def selection_warning(
     keys = {target.name: (target.name, f"{target.name}.output") for target in targets}
     present = {name: [values[key] for values in sums for key in both if key in values] for name, both in keys.items()}
     idle = [name for name, values in present.items() if values and not any(bool(value.any()) for value in values)]
+    if not idle:
+        return None
     try:
-        selecting = [name for name in idle if _output_without(model, batch, name) > _SELECTED]
+        with torch.no_grad(), eval_mode(model):
+            whole = _first_output(model(**batch))
+            changes = {name: _relative_change(_output_without(model, batch, name), whole) for name in idle}
     except Exception:  # the model does not take these examples, or returns nothing to compare
         return None
-    if not selecting:
+    if not (selecting := [name for name, change in changes.items() if change > _SELECTED]):
         return None
     return (
         f"{len(selecting)} of {len(targets)} layers change the outputs, but the loss has no gradient in them, as in "
@@ -79,12 +83,10 @@ def selection_warning(
     )
 
 
-def _output_without(model: PreTrainedModel, batch: Batch, name: str) -> float:
-    """Return the relative change of a model's first output if the layer `name` returns zeros."""
-    with torch.no_grad(), eval_mode(model):
-        whole = _first_output(model(**batch))
-        with hooked([model.get_submodule(name).register_forward_hook(lambda _, __, outputs: outputs * 0)]):
-            return _relative_change(_first_output(model(**batch)), whole)
+def _output_without(model: PreTrainedModel, batch: Batch, name: str) -> Tensor:
+    """Return a model's first output if the layer `name` returns zeros."""
+    with hooked([model.get_submodule(name).register_forward_hook(lambda _, __, outputs: outputs * 0)]):
+        return _first_output(model(**batch))
 
 
 def unreached_warning(targets: Iterable[Target], statistics: Statistics) -> str | None:

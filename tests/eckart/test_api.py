@@ -269,6 +269,26 @@ def test_batching_and_padding_do_not_change_the_result() -> None:
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-3)
 
 
+def test_wrong_keeps_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"keep=0\.01 "):
+        eckart.compress(tiny.bert(), BATCHES, 0.01)
+    with pytest.raises(ValueError, match="keep=2"):
+        eckart.compress(tiny.bert(), BATCHES, 2.0)
+    with pytest.raises(ValueError, match=r"keep='0\.3'"):
+        eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
+    assert eckart.compress(tiny.bert(), BATCHES, np.float32(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
+    assert eckart.compress(tiny.bert(), BATCHES, np.float16(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
+    assert eckart.compress(tiny.bert(), BATCHES, np.array(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="keep is empty"):
+        eckart.compress(tiny.bert(), BATCHES, [])
+    with pytest.raises(ValueError, match="keep=None"):
+        eckart.compress(tiny.bert(), BATCHES, [0.3, None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"keep='0\.5'"):
+        eckart.compress(tiny.bert(), BATCHES, [0.3, "0.5"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
+        eckart.compress(tiny.bert(), BATCHES, [0.5], largest_drop=0.1, score=float)  # type: ignore[call-overload]
+
+
 def test_wrong_arguments_are_errors() -> None:
     for trains_first in ("ars", "losparse"):
         with pytest.raises(ValueError, match=r"eckart run.*svd, .*anchored"):
@@ -285,29 +305,12 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(tiny.bert(), None, 0.5)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="matches"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, include=["nothing.*"])
-    with pytest.raises(ValueError, match=r"keep=0\.01 "):
-        eckart.compress(tiny.bert(), BATCHES, 0.01)
-    with pytest.raises(ValueError, match="keep=2"):
-        eckart.compress(tiny.bert(), BATCHES, 2.0)
-    with pytest.raises(ValueError, match=r"keep='0\.3'"):
-        eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
-    assert eckart.compress(tiny.bert(), BATCHES, np.float32(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
-    assert eckart.compress(tiny.bert(), BATCHES, np.float16(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
-    assert eckart.compress(tiny.bert(), BATCHES, np.array(0.5), "svd").report.keep <= 0.5  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="keep is empty"):
-        eckart.compress(tiny.bert(), BATCHES, [])
-    with pytest.raises(ValueError, match="keep=None"):
-        eckart.compress(tiny.bert(), BATCHES, [0.3, None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="edges='x'"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, edges="x")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="exclude=None"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, exclude=None)  # type: ignore[call-overload]
     given = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", exclude=(name for name in ("*.query",)))  # type: ignore[call-overload]
     assert not [name for name in given.report.targets if name.endswith("query")]
-    with pytest.raises(ValueError, match=r"keep='0\.5'"):
-        eckart.compress(tiny.bert(), BATCHES, [0.3, "0.5"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
-        eckart.compress(tiny.bert(), BATCHES, [0.5], largest_drop=0.1, score=float)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="Linear"):
         eckart.compress(torch.nn.Linear(2, 2), BATCHES, 0.5)  # type: ignore[arg-type]
     for place in ("", "bert.encoder.layer.0"):
