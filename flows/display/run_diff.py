@@ -12,19 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from flows.engine.stages import Outcome, Reads, overlaps
 from flows.tracking.mirror import flatten, git
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import COMPARISON_TABLE
 from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.config.params_file import PARAMS
 from tasks.runtime.code_folders import CODE, PACKAGES
-
-if TYPE_CHECKING:
-    from flows.engine.stages import Outcome, Reads
 
 LAST = Path(".eckart/last_run.json")
 """File with the last complete run. No stage reads or writes it."""
@@ -60,7 +58,7 @@ def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bo
     params = flatten({key: value for stage in stages for key, value in stage.params.items()})
     written = {path for stage in stages for path in stage.outs}
     read = {path: md5 for stage in stages for path, md5 in stage.deps.items()}
-    own = {path: md5[:_DIGITS] for path, md5 in read.items() if not any(_overlap(path, out) for out in written)}
+    own = {path: md5[:_DIGITS] for path, md5 in read.items() if not overlaps(path, written)}
     return Run(
         name,
         params={key: value for key, value in params.items() if not key.startswith(_CODE)},
@@ -101,11 +99,6 @@ def changes(before: Run, now: Run) -> dict[str, list[tuple[str, Any, Any]]]:
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     rows = [(name, before.get(name), now.get(name)) for name in dict.fromkeys([*before, *now])]
     return [row for row in rows if row[1] != row[2]]
-
-
-def _overlap(first: str, second: str) -> bool:
-    """Whether one path is the other or contains it: a stage may read a folder that others write into."""
-    return Path(first).is_relative_to(second) or Path(second).is_relative_to(first)
 
 
 def comparison() -> dict[str, dict[str, str]]:

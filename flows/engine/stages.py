@@ -145,7 +145,7 @@ def _remove_leftovers(repo: Repo) -> None:
     that are as dvc.lock records them, and in the cache, are removed: they come back with their stage.
     """
     names = {stage.name for stage in repo.index.stages if stage.cmd}
-    written = [Path(os.path.relpath(out.fs_path)) for out in repo.index.outs]
+    written = [os.path.relpath(out.fs_path) for out in repo.index.outs]
     kinds = {*_KIND.findall(Path("dvc.yaml").read_text("utf-8"))}  # a dvc.yaml that was cut off lacks some
 
     def is_gone(name: str) -> bool:
@@ -153,7 +153,7 @@ def _remove_leftovers(repo: Repo) -> None:
         return bool(matrix) and kind in kinds and name not in names
 
     others = lock_file.outputs_of(is_gone)
-    there = {path: digest for path, digest in others.items() if Path(path).exists() and not _is_of(Path(path), written)}
+    there = {path: digest for path, digest in others.items() if Path(path).exists() and not overlaps(path, written)}
     cache = Path(repo.cache.local_cache_dir)
     gone = [
         path
@@ -177,9 +177,9 @@ def _remove_leftovers(repo: Repo) -> None:
         )
 
 
-def _is_of(path: Path, outputs: Iterable[Path]) -> bool:
-    """Whether a path is one of the outputs, lies in one, or contains one."""
-    return any(path.is_relative_to(out) or out.is_relative_to(path) for out in outputs)
+def overlaps(path: str, outputs: Iterable[str]) -> bool:
+    """Whether a path is one of the outputs, lies in one, or contains one: a stage may read a folder of outputs."""
+    return any(Path(path).is_relative_to(out) or Path(out).is_relative_to(path) for out in outputs)
 
 
 def resolve_parameters() -> None:
