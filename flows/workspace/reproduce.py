@@ -225,4 +225,3 @@ def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
                 made = wanted.folder / out
                 if cached_objects.missing(cache, digest) and made.exists():
                     cached_objects.add(repo, made, digest)
-    """Entries of all stages in this dvc.lock: stage → the digests of its inputs and outputs."""
