@@ -104,8 +104,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
 def comparison() -> dict[str, dict[str, str]]:
     """Read the comparison; return name of a candidate or of the control → its row, a mapping of column → cell."""
     with COMPARISON_TABLE.open() as file:
-        rows = list(csv.DictReader(file))
-    names = [
-        CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"]) for row in rows
-    ]
-    return dict(zip(names, rows, strict=True))
+        return {
+            CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"]): row
+            for row in csv.DictReader(file)
+        }
