@@ -92,13 +92,6 @@ def if_free(repo: Repo, writes: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def workspace(repo: Repo) -> Iterator[None]:
-    """Lock the whole workspace, so that no stage in it can begin; raise a LockError if one runs."""
-    with if_free(repo, [repo.root_dir]):
-        yield
-
-
-@contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
     """Wait for the lock on the machine, and hold it while the block runs. All flows of this user use this lock.
 

@@ -109,7 +109,8 @@ def _no_stage_runs(folder: Path) -> Iterator[None]:
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(locks.workspace(stack.enter_context(Repo(str(folder), _wait_for_lock=True))))
+            repo = stack.enter_context(Repo(str(folder), _wait_for_lock=True))
+            stack.enter_context(locks.if_free(repo, [repo.root_dir]))
             orphaned_processes.refuse(folder)
         except LockError as error:
             raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
