@@ -41,15 +41,12 @@ def _scores_over_keep(results: Results) -> Iterator[Plot]:
     """ARS, figures 2, A1 (after fine-tuning) and A3 (before it); LoSparse, figure 5; SoftLM, figure 9."""
     if len(results.keeps) < 2:
         return
-    dense, control = results.metric_of(DENSE_MODEL), results.metric_of(CONTROL_MODEL)
     after = {recipe: _scores(results, results.of(recipe), "recovered") for recipe in results.recipes}
-    yield _score_plot(
-        results, "score-over-keep", "after fine-tuning", after, _KEEP, {ORIGINAL: dense, CONTROL: control}
-    )
+    yield _score_plot(results, "score-over-keep", "after fine-tuning", after, _KEEP)
     before = {recipe: _scores(results, results.of(recipe), "factorized") for recipe in results.recipes}
     before = {recipe: line for recipe, line in before.items() if line.x}
     if before:
-        yield _score_plot(results, "score-before-over-keep", "before fine-tuning", before, _KEEP, {ORIGINAL: dense})
+        yield _score_plot(results, "score-before-over-keep", "before fine-tuning", before, _KEEP, control=False)
 
 
 def _scores(
@@ -71,10 +68,9 @@ def _scores(
     )
 
 
-def _score_plot(
-    results: Results, name: str, when: str, lines: dict[str, Line], x: str, levels: dict[str, float]
-) -> Plot:
-    metric = results.metric
+def _score_plot(results: Results, name: str, when: str, lines: dict[str, Line], x: str, control: bool = True) -> Plot:
+    metric, levels = results.metric, {ORIGINAL: results.metric_of(DENSE_MODEL)}
+    levels |= {CONTROL: results.metric_of(CONTROL_MODEL)} if control else {}
     values = [*levels.values(), *(y for line in lines.values() for y in line.y)]
     return Plot(
         name=name,
@@ -156,9 +152,8 @@ def _scores_over_low_rank(results: Results) -> Iterator[Plot]:
             label = f"keep {keep}" + f", {at[0].recipe}" * (len(groups) > 1)
             lines[label] = _scores(results, at, "recovered", partial(_share_of, shares))
     if lines:
-        levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
         x = "factors, % of the target layers’ weights"
-        plot = _score_plot(results, "score-over-low-rank", "over the share of factors", lines, x, levels)
+        plot = _score_plot(results, "score-over-low-rank", "over the share of factors", lines, x)
         yield plot.model_copy(update={"order": tuple(lines)})
 
 
@@ -178,10 +173,8 @@ def _scores_over_speed(results: Results) -> Iterator[Plot]:
         recipe: _scores(results, results.of(recipe), "recovered", lambda each: each.benchmark.speedup.median)
         for recipe in results.recipes
     }
-    levels = {ORIGINAL: results.metric_of(DENSE_MODEL), CONTROL: results.metric_of(CONTROL_MODEL)}
     if len(results.candidates) > 1:
-        x = "speed, × the original’s"
-        yield _score_plot(results, "score-over-speed", "over speed", lines, x, levels)
+        yield _score_plot(results, "score-over-speed", "over speed", lines, "speed, × the original’s")
 
 
 def _size_and_speed(results: Results) -> Iterator[Plot]:
