@@ -235,12 +235,6 @@ def _texts(results: Results, model: Entry) -> dict[str, Cell]:
     return cells
 
 
-def text_rows(results: Results) -> list[Row]:
-    """Return the rows of the table of other texts, one for each model."""
-    models = [*references(results), *map(entry, results.candidates)]
-    return [Row(model.name, _texts(results, model)) for model in models]
-
-
 def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell:
     return Cell() if value is None else cell(value, text, percent(value / whole))
 
@@ -306,7 +300,8 @@ def to_text(results: Results) -> str:
         tables.append(terminal_table("goals", "goal", goals))
     if results.dense.texts:
         title = f"other texts; {results.metric.title} and its multiple of the original model's"
-        tables.append(terminal_table(title, "model", text_rows(results)))
+        models = [*references(results), *map(entry, results.candidates)]
+        tables.append(terminal_table(title, "model", [Row(model.name, _texts(results, model)) for model in models]))
     if results.exports:
         title = "exported files; speed as a multiple of the original model in torch, at examples × tokens"
         tables.append(terminal_table(title, "model", runtime_rows(results)))
