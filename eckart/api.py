@@ -469,18 +469,15 @@ def _objective(
                 "ranks, such as waterfill"
             )
         return Objective(loss, loss, loss, loss.predictions, loss.classes)
-    if loss is None and kinds & {*OF_GRADIENTS}:
-        return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
-    if (
-        loss is None
-        and recipe.sequential
-        and recipe.sequential.refine
-        and recipe.sequential.refine.error == "gradients"
-    ):
-        return objective_of(model, batches, "refine.error gradients")
-    if loss is None and recipe.ranks.asks_frozen:
-        return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
-    if loss is not None:
+    if loss is None:
+        refine = recipe.sequential and recipe.sequential.refine
+        if kinds & {*OF_GRADIENTS}:
+            return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
+        if refine and refine.error == "gradients":
+            return objective_of(model, batches, "refine.error gradients")
+        if recipe.ranks.asks_frozen:
+            return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
+    else:
         check_loss(model, batches, loss)
     used = _run_without_loss if loss is None else loss
     problem = model.config.problem_type
