@@ -28,8 +28,8 @@ are corrected like targets of full rank. The two layers of a product are correct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 
 import torch
@@ -104,11 +104,9 @@ class DenseModules:
             self.modules[name] = self.model.get_submodule(name)
             self.model.set_submodule(name, deepcopy(self.modules[name]))
 
-    @contextmanager
-    def back(self) -> Iterator[None]:
+    def back(self) -> AbstractContextManager[None]:
         """Put the stored modules back while the context lasts, so that the model computes like the original one."""
-        with replaced(self.model, self.modules):
-            yield
+        return replaced(self.model, self.modules)
 
 
 def anchor_targets(
