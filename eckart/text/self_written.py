@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from eckart.calibration.losses import Batch
 from eckart.model.module_context import eval_mode
+from eckart.model.positions import longest_text
 from eckart.progress import Progress, bar
 
 First = Literal["bos", "random"]
@@ -144,7 +145,7 @@ def _check(model: PreTrainedModel, length: int, temperature: float) -> None:
         raise ValueError(f"length is {length}, which leaves no token to write: give at least 2")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: give a number above 0")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = longest_text(model)
     if positions is not None and length > positions:
         raise ValueError(f"length is {length}, but the model has {positions} positions: lower it")
 

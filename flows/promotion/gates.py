@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.engine import cached_objects
@@ -26,7 +25,7 @@ from tasks.report import choose_candidate
 from tasks.report.choose_candidate import Gate, Measured, short
 from tasks.report.result_files import read_predictions
 from tasks.report.results import DENSE
-from tasks.runtime.stage_runner import quiet
+from tasks.runtime.stage_runner import set_up_torch
 from tasks.scoring.bootstrap import resampled, standard_error
 
 TEST = SPLITS / "test.parquet"
@@ -111,10 +110,7 @@ def measure(
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
-    # Compute as the stages do: the number of threads changes the last bits of a sum.
-    torch.set_num_threads(terms.threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    quiet()
+    set_up_torch(terms.threads)  # as the stages do, because it decides the last bits of a sum
     model, tokenizer = load(files, kind_of(task).auto)
     ours = _scored(model, tokenizer, task, terms)
     metric = ours.score.metric

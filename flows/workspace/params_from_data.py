@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from eckart.model.positions import longest_text
 from tasks.artifacts.errors import StageError
 from tasks.config import yaml_edit
 from tasks.config.contradictions import column_mistakes
@@ -22,7 +23,7 @@ from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head
 from tasks.models.base_model import located
-from tasks.models.model_io import UNLOADABLE, longest
+from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 
 _SPLITS = ("train", "validation", "test")
@@ -205,7 +206,8 @@ def _most_tokens(config: PreTrainedConfig) -> int:
     if not 0 < stated <= _MOST + 2:  # RoBERTa counts its padding; XLNet states -1
         return _MOST
     with suppress(*UNLOADABLE), torch.device("meta"):
-        stated = longest(AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)) or stated
+        model = AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)
+        stated = longest_text(model) or stated
     return min(stated, _MOST)
 
 

@@ -17,11 +17,12 @@ from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge, narrowed_shapes
 from eckart.model.module_context import eval_mode
 from eckart.model.plain_widths import restore_plain_widths
+from eckart.model.positions import longest_text
 from eckart.model.round_trip import without_constants
 from tasks.artifacts.errors import StageError
 from tasks.exporting.folders import folder_of, new_folder
 from tasks.models import sentence_files
-from tasks.models.model_io import UNLOADABLE, load, longest, random_inputs, saved_class
+from tasks.models.model_io import UNLOADABLE, load, random_inputs, saved_class
 from tasks.runtime.stage_runner import quiet
 
 _ROUNDING = 1e-4  # allowed difference ÷ largest output, because merging changes the order of float32 sums
@@ -57,7 +58,7 @@ def to_plain(name: str, folder: Path) -> str:
     names, narrowed = list(factorized(model)), narrowed_shapes(model)
     if not (names or narrowed):
         raise StageError(f"{source} is not factorized: it is already a plain folder")
-    inputs = random_inputs(model, _ROWS, min(_TOKENS, longest(model) or _TOKENS))
+    inputs = random_inputs(model, _ROWS, min(_TOKENS, longest_text(model) or _TOKENS))
     expected = _outputs(model, inputs)
     for layer in names:
         merge(model, layer)

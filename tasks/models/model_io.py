@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from eckart.model import hf_format
 from eckart.model.macs import macs
+from eckart.model.positions import longest_text
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.results_schema import Size
 from tasks.models import sentence_files
@@ -150,20 +151,9 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
     Raises:
         StageError: the model has too few positions.
     """
-    positions = longest(model)
+    positions = longest_text(model)
     if positions is not None and tokens > positions:
         raise StageError(f"{parameter} is {tokens}, but the model has {positions} positions: lower it")
-
-
-def longest(model: PreTrainedModel) -> int | None:
-    """Return the number of tokens that `model` has positions for, or None if its config states none."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is None or positions < 1:  # XLNet states -1
-        return None
-    for module in model.modules():  # RoBERTa's positions start after the index of the padding
-        if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
-            return int(positions - module.padding_idx - 1)
-    return int(positions)
 
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import IGNORED, Batch, Loss, Predictions, causal_loss, token_losses
+from eckart.model.positions import longest_text
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest, purpose_of
@@ -261,14 +262,14 @@ class LanguageModeling(NlpTask):
         Raises:
             ValueError: the continuation alone needs all positions.
         """
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = longest_text(model)
         if positions is None:
             return self.spec.max_length
         if continuation >= positions:
             raise ValueError(
                 f"promotion.continuation is {continuation}, but the model has {positions} positions: lower it"
             )
-        return int(min(self.spec.max_length, positions - continuation))
+        return min(self.spec.max_length, positions - continuation)
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Score a unigram model: a token's probability is its count in the training blocks plus one, normalized."""

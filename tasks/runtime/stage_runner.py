@@ -155,7 +155,7 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
     A foreseen error ends the process with exit code 1 and a message that begins with the stage.
     """
     try:
-        _set_up_torch(getattr(section("threads", Threads), threads))
+        set_up_torch(getattr(section("threads", Threads), threads))
         inputs = stage_inputs.load(stage)
         check_stage(stage)
         work()
@@ -175,7 +175,8 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         raise
 
 
-def _set_up_torch(threads: int) -> None:
+def set_up_torch(threads: int) -> None:
+    """Let torch compute with this number of threads, and the same bits each time."""
     import torch
 
     # The number of threads decides the order of float sums, and so the last bits of every result.
