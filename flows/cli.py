@@ -355,8 +355,8 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 
 @contextmanager
-def _ended_with_words() -> Iterator[None]:
-    """If a signal or the loss of Prefect's server ends the block, print that finished stages are kept.
+def _ended_with_words(then: str = "Finished stages are kept: run again") -> Iterator[None]:
+    """If a signal or the loss of Prefect's server ends the block, print what to do then.
 
     If the server was lost, also end the process.
     """
@@ -366,11 +366,11 @@ def _ended_with_words() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit) as ending:
         if not isinstance(ending, SystemExit) or ending.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
-            print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
+            print(f"Interrupted. {then} to continue.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
         cause = redaction.redact(str(error))
-        print(f"Prefect's server is gone ({cause}). Finished stages are kept: run again.", file=sys.stderr)
+        print(f"Prefect's server is gone ({cause}). {then}.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for minutes, because Prefect retries the delivery of each event
 
@@ -547,7 +547,7 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        with _ended_with_words(), terminable(), terminal.own_lines():
+        with _ended_with_words("Promote again"), terminable(), terminal.own_lines():
             prefect_server.use_temporary()
             result = flow.promotion(again=again, first=first, candidate=candidate)
     except Refused as refusal:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from tasks.artifacts import atomic_files
 from tasks.config.params_file import PARAMS
+
+_NEEDS_QUOTES = re.compile("[?:\x85]")
 
 
 def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
@@ -25,7 +29,7 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Write `changes`, which may be nested, into the mapping `content`. What is empty replaces what is there."""
-    for key, value in changes.items():
+    for key, value in ((key, _quoted(value)) for key, value in changes.items()):
         if isinstance(value, Mapping) and value and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
         elif isinstance(value, list) and value and isinstance(content.get(key), list):
@@ -34,6 +38,15 @@ def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Non
             content.insert(0, key, value)  # as the last key, it would come after the empty line that ends the section
         else:
             content[key] = value
+
+
+def _quoted(value: Any) -> Any:
+    """Put text into quotes that ruamel could not read back without them, such as `{label: Positive?}`."""
+    if isinstance(value, Mapping):
+        return {key: _quoted(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_quoted(part) for part in value]
+    return DoubleQuotedScalarString(value) if isinstance(value, str) and _NEEDS_QUOTES.search(value) else value
 
 
 def yaml() -> YAML:

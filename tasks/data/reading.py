@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,18 +191,23 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text.
 
     Raises:
-        ParserWarning: rows have cells beyond the names in the first line; a separator at their end makes none.
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
-            ignore; or two of `classes`, such as 1.1 and 1.10, are the same number.
+            ignore; rows have cells beyond the names in the first line (a separator at their end makes none); the
+            separator is another one; or two of `classes`, such as 1.1 and 1.10, are the same number.
     """
     if _suffix(file) == ".csv":
         _check_quotes(file)
     options = {"keep_default_na": False, "na_values": [""], "low_memory": False, **_SEPARATED[_suffix(file)]}
-    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-        rows = pd.read_csv(file, index_col=False, **options)
-        if not (numeric := [name for name in rows if is_numeric(rows[name])]):
-            return rows
-        cells = pd.read_csv(file, index_col=False, **{**options, "usecols": numeric, "dtype": str})
+    options["index_col"] = False
+    try:
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            rows = pd.read_csv(file, **options)
+    except (pd.errors.ParserWarning, pd.errors.ParserError) as error:
+        raise StageError(_too_many_cells(file) or str(error)) from None  # see _check_quotes
+    _check_separator(file, rows)
+    if not (numeric := [name for name in rows if is_numeric(rows[name])]):
+        return rows
+    cells = pd.read_csv(file, **{**options, "usecols": numeric, "dtype": str})
     codes = [name for name in numeric if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
     if classes in numeric and classes not in codes:
         _refuse_equal_numbers(cells[classes].dropna())
@@ -219,11 +225,20 @@ def _refuse_equal_numbers(cells: pd.Series) -> None:
         )
 
 
+def _check_separator(file: Path, rows: pd.DataFrame) -> None:
+    """Raise a StageError if the only column of a CSV or TSV file is several of another separator."""
+    own = _SEPARATED[_suffix(file)].get("sep", ",")
+    if len(rows.columns) == 1 and (others := {*",;\t|"} - {own} & {*str(rows.columns[0])}):
+        raise StageError(
+            f"its first line, {rows.columns[0]!r}, has {' and '.join(map(repr, sorted(others)))} between names, but "
+            f"a {_suffix(file)} file has {own!r}: save it with that"
+        )
+
+
 def _check_quotes(file: Path) -> None:
-    longest = csv.field_size_limit(sys.maxsize)
+    begins = 1
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            reader, begins = csv.reader(lines, strict=True), 1
+        with _cells(file) as reader:
             for _ in reader:
                 begins = reader.line_num + 1
     except csv.Error as error:
@@ -231,6 +246,29 @@ def _check_quotes(file: Path) -> None:
             f"lines {begins} to {reader.line_num}: {error}. A cell that begins with a quote ends at the next "
             "one: double the quotes within it, and put the cell into quotes"
         ) from None  # its cause would be shown in place of this sentence
+
+
+def _too_many_cells(file: Path) -> str:
+    """Name the first row of a CSV or TSV file that has cells beyond the names in the first line, if there is one."""
+    with _cells(file) as reader:
+        names = next(filter(None, reader))
+        for row in reader:
+            if any(row[len(names) :]):
+                return (
+                    f"line {reader.line_num} has {len(row)} cells, but the first line has {len(names)} names: put "
+                    "cells that contain the separator into quotes, or name all columns"
+                )
+    return ""
+
+
+@contextmanager
+def _cells(file: Path) -> Iterator[Any]:
+    """Yield a reader of the rows of a CSV or TSV file, whatever the length of their cells."""
+    longest = csv.field_size_limit(sys.maxsize)
+    own: dict[str, Any] = {} if _suffix(file) == ".csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            yield csv.reader(lines, strict=True, **own)
     finally:
         csv.field_size_limit(longest)
 
@@ -307,4 +345,6 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
             f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
         )
     frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
+    if binary := [name for role, name in names.items() if any(isinstance(cell, bytes) for cell in frame[role])]:
+        raise StageError(f"column {' and '.join(binary)} of {params.source} holds bytes: write it as text")
     return task_class(params.task).prepare(frame, names, params.source)

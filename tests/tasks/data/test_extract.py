@@ -477,6 +477,11 @@ def test_empty_cells_are_counted(suffix: str, column: str, value: str | None) ->
     assert re.search(rf" 3 .*\b{column}\b", refusal(write(frame, suffix=suffix), columns={"text_pair": "pair"}))
 
 
+def test_labels_in_bytes_are_refused() -> None:
+    labels = [b"good", b"bad"] * 5
+    assert re.search(r"\blabel\b.*bytes", refusal(write(rows(labels), suffix=".parquet")))
+
+
 def test_a_text_that_is_a_number_is_refused() -> None:
     assert "id" in refusal(write(reviews().assign(id=range(60))), columns={"text": "id"})
 
@@ -485,7 +490,12 @@ def test_a_text_that_is_a_number_is_refused() -> None:
     ("suffix", "content", "named"),
     [
         (".csv", b"", ""),
-        (".csv", b"text,label\na,b\na,b,c,d\n", ""),
+        (".csv", b"text,label\na,b\na,b,c,d\n", "line 3 has 4 .* 2 names"),
+        (".csv", b"text,label\nwell, then,yes\nfine,no\n", "line 2 has 3 .* 2 names"),
+        (".tsv", b'text\tlabel\na "b\tyes\nc\td\te\n', "line 3 has 3 .* 2 names"),
+        (".csv", b"text;label\nwell, then;yes\nfine;no\n", "line 2 has 2 .* 1 name"),
+        (".csv", b"text;label\nwell;yes\nfine;no\n", "';'"),
+        (".tsv", b"text,label\nwell,yes\nfine,no\n", "','"),
         (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
         (".csv", b"text,label,source\nfine,yes,web,mine\nbad,no,web,mine\n", ""),
         (".csv", b"id,text,label\n1,fine,yes,web\n2,bad,no,web\n", ""),
