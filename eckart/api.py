@@ -36,7 +36,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.arguments import Score, check_model, is_causal, keeps_of, number, patterns_of, recipe_of
+from eckart.arguments import Score, check_model, continues_text, keeps_of, number, patterns_of, recipe_of
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.embeddings import embedding_loss as embedding_loss
@@ -186,9 +186,10 @@ def compress(
         batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
             at padding), except for recipes such as `svd` and `drone` that need none. For T5 or BART, missing decoder
             inputs are made from the labels.
-        keep: share of the target layers' parameters to keep, in (0, 1]. By default 0.8 for a model with a causal
-            language modeling head, which loses more, and 0.33 for any other. Several keeps, such as `[0.5, 0.33]`,
-            share one set of calibration statistics, and give the models that single calls would give.
+        keep: share of the target layers' parameters to keep, in (0, 1]. By default 0.8 for a causal language
+            model, also one that reads images or sounds, because it loses more, and 0.33 for any other model. Several
+            keeps, such as `[0.5, 0.33]`, share one set of calibration statistics, and give the models that single
+            calls would give.
         recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run. By
             default `narrowed` for a causal language model, and `anchored` for any other.
         largest_drop: give this instead of `keep` to find the smallest keep, to a hundredth, at which `score` falls by
@@ -220,7 +221,7 @@ def compress(
     check_model(model)
     keep = keep.tolist() if isinstance(keep, (Tensor, np.ndarray)) else keep
     model = unfused(model) if experts else model
-    causal = is_causal(model)
+    causal = continues_text(model)
     keeps = keeps_of(keep, 0.8 if causal else 0.33, largest_drop, score)
     valid_recipe = recipe_of(recipe if recipe is not None else "narrowed" if causal else "anchored")
     robust = RobustGradients(clip, number("edges", edges))

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eckart.calibration.embeddings import is_sentence_transformer
 from eckart.model.quantized_or_adapted import MERGE_FIRST, check_base
@@ -66,10 +65,9 @@ def _advice_on(model: Any) -> str:
     )
 
 
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether `model` has a causal language modeling head."""
-    names = {kind.__name__ for kind in type(model).__mro__}
-    return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+def continues_text(model: PreTrainedModel) -> bool:
+    """Whether `model` predicts the next token of what it reads, which may also have images or sounds."""
+    return model.can_generate() and not model.config.is_encoder_decoder
 
 
 def keeps_of(

@@ -492,6 +492,15 @@ def choices() -> Case:
     return build("BertForMultipleChoice", **WORDS, **LAYERS), batch | {"labels": torch.arange(ROWS) % 2}
 
 
+def inkling() -> Case:
+    """Inkling 2, which has other names for some of its weights in its folders."""
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "swa_head_dim": 8, "d_rel": 4}
+    swa = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "unpadded_vocab_size": 64}
+    model = build("Inkling2ForCausalLM", **LAYERS, **heads, **swa, **experts, vocab_size=64).eval()
+    return model, {"input_ids": torch.arange(3, 15)[None]}
+
+
 @case
 def llava() -> Case:
     """First the tokens of a picture, none of which may be cut off, then text."""

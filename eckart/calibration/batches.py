@@ -59,8 +59,8 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
             f"batch {number} has tensors that differ in their number of examples: {shapes}"
             + advice * any(name.startswith("pixel") for name in batch)
         )
-    if not len(next(iter(batch.values()))):
-        raise ValueError(f"batch {number} has no example: leave it out")
+    if not all(values.numel() for values in batch.values()):
+        raise ValueError(f"batch {number} has no example, or examples without a token: leave it out")
     prepared = {name: values.to(model.device) for name, values in batch.items()}
     labels = prepared.get("labels")
     labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()

@@ -96,9 +96,14 @@ def test_the_config_of_the_model_stays() -> None:
 
 def test_a_language_model_keeps_more_by_default() -> None:
     texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
+    of_images, image = tiny.llava()
     _, of_words = eckart.compress(tiny.causal_llama(), texts, recipe="svd", check=False)
+    _, of_words_and_images = eckart.compress(of_images, [image], recipe="svd", check=False)
     _, of_texts = eckart.compress(tiny.bert(), BATCHES, recipe="svd", check=False)
-    assert of_texts.keep < 0.34 < 0.7 < of_words.keep < 0.81
+    of_sounds, sound = tiny.whisper()  # an encoder and a decoder
+    _, of_words_and_sounds = eckart.compress(of_sounds, [sound], recipe="svd", check=False)
+    assert max(of_texts.keep, of_words_and_sounds.keep) < 0.34
+    assert 0.7 < min(of_words.keep, of_words_and_images.keep) < 0.81
 
 
 def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
@@ -433,6 +438,7 @@ def test_the_model_that_torch_compiles_is_saved(tmp_path: Path) -> None:
         ({**BATCHES[1], "labels": BATCHES[1]["labels"][:2]}, r"labels \(2,\)"),
         (["some text"], "mapping"),
         ({name: values[:0] for name, values in BATCHES[1].items()}, "batch 1 has no example"),
+        ({**BATCHES[1], **{name: BATCHES[1][name][:, :0] for name in INPUTS}}, "batch 1 .* without a token"),
     ],
 )
 def test_every_batch_is_checked(second: Any, match: str) -> None:
