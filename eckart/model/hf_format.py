@@ -187,6 +187,8 @@ class EckartQuantizer(HfQuantizer):
         for name in self.quantization_config.experts:
             if (place := _name_here(model, name, names)) is not None:
                 unfuse_like(model, place)
+                # else transformers draws the fused weights, which are gone, as in Qwen3-Omni
+                model.get_submodule(place.rpartition(".")[0])._is_hf_initialized = True  # type: ignore[assignment]
         names = dict(model.named_modules(remove_duplicate=False))
         for name, (rows, columns) in self.quantization_config.narrowed.items():
             if (place := _name_here(model, name, names)) is not None:
@@ -322,7 +324,11 @@ def _names_back(model: PreTrainedModel, layers: Iterable[str], conversions: Iter
         for part in layer.state_dict() if isinstance(layer, LowRankLayer) else ():
             changed = apply_renamings(f"{name}.{part}", renamings)
             if not f".{changed}".endswith(tuple(f".{known.rpartition('.')[2]}.{part}" for known in (name, place))):
-                yield WeightRenaming(f"^{re.escape(changed)}$", f"{name}.{part}")
+                stem, _, tensor = part.rpartition(".")
+                if stem and changed.endswith(f".{tensor}"):  # a quantized weight is saved as several tensors
+                    yield WeightRenaming(f"^{re.escape(changed.removesuffix(tensor))}", f"{name}.{stem}.")
+                else:
+                    yield WeightRenaming(f"^{re.escape(changed)}$", f"{name}.{part}")
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:

@@ -163,6 +163,21 @@ def test_models_that_read_the_weights_of_their_layers_are_quantized(
     assert 0 < distance(after, before) < INT8
 
 
+@pytest.mark.parametrize("config", [torchao_config, bitsandbytes_config])
+def test_factors_that_a_pattern_would_rename_are_loaded_as_they_were_quantized(
+    config: Callable[[], Any], tmp_path: Path
+) -> None:
+    """Inkling 2 calls `sconv.weight_proj.weight` `sconv.weight_proj` in its folders."""
+    model, batch = tiny.inkling()
+    tiny.factorize(model, batch, lambda _: 8)
+    save(model, tmp_path / "small")
+    found = type(model).from_pretrained(tmp_path / "small", quantization_config=config()).eval()
+    assert 0 < distance(tiny.logits(found, batch), tiny.logits(model, batch)) < INT8
+    found.save_pretrained(tmp_path / "both")
+    loaded = type(model).from_pretrained(tmp_path / "both").eval()
+    assert torch.equal(tiny.logits(loaded, batch), tiny.logits(found, batch))
+
+
 def test_transformers_quantizes_a_compressed_folder_by_quanto(compressed: PreTrainedModel, folder: Path) -> None:
     """Such a model cannot be saved, compressed or not."""
     found = load(folder, quantization_config=quanto_config())

@@ -424,6 +424,23 @@ def test_padding_alone_reaches_no_expert():
     ]
 
 
+def test_a_mixture_whose_block_has_initial_values_of_its_own_can_be_loaded(tmp_path: Path):
+    """Qwen3-Omni draws the experts' fused weights where it draws the router's."""
+    text = {**SIZES, **FAMILIES["Qwen3Moe"], "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    picture = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
+    sound = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    model = tiny.build(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        text_config=text,
+        vision_config={**picture, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        audio_config={**sound, "num_mel_bins": 8, "n_window": 4, "output_dim": 16, "downsample_hidden_size": 8},
+        **{"image_token_id": 60, "video_token_id": 61, "audio_token_id": 59, "vision_start_token_id": 62},
+    ).eval()
+    small, _ = eckart.compress(model, [padded()], 0.6, "svd")
+    eckart.save(small, tmp_path)
+    tiny.assert_same(small, eckart.load(tmp_path), padded())
+
+
 def test_a_mixture_whose_experts_are_all_dense_can_be_loaded(tmp_path: Path):
     """In the names of the hub's own files, an expert's matrices look like ours."""
     model, _ = taken_apart("Qwen3Moe")

@@ -99,11 +99,7 @@ def test_layers_that_a_folder_of_the_family_joins_are_saved_one_by_one(every, tm
 
 def test_a_pattern_for_a_dense_weight_does_not_rename_its_factors(tmp_path):
     """Inkling 2 calls `sconv.weight_proj.weight` `sconv.weight_proj` in its folders."""
-    heads = {"num_key_value_heads": 2, "head_dim": 8, "swa_head_dim": 8, "d_rel": 4}
-    swa = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "unpadded_vocab_size": 64}
-    model = tiny.build("Inkling2ForCausalLM", **tiny.LAYERS, **heads, **swa, **experts, vocab_size=64).eval()
-    batch = {"input_ids": torch.arange(3, 15)[None]}
+    model, batch = tiny.inkling()
     small, report = eckart.compress(model, [batch], 0.5, "svd", check=False)
     assert any("sconv" in name for name in report.ranks)
     for folder in (tmp_path / "once", tmp_path / "twice"):
