@@ -384,13 +384,13 @@ def test_the_cache_is_found_by_its_new_name(tmp_path: Path) -> None:
 
 
 def roberta_that_writes() -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     return tiny.build("RobertaForCausalLM", vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, is_decoder=True, **sizes)
 
 
 def bart_that_writes() -> PreTrainedModel:
     """Its config still has the layers of an encoder, more than the decoder has."""
-    layers = {"encoder_layers": 3, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    layers = {"encoder_layers": 2, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
     return tiny.build("BartForCausalLM", vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, d_model=16, **layers)
 
 
