@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eckart.calibration.embeddings import is_sentence_transformer
 from eckart.model.quantized_or_adapted import MERGE_FIRST, check_base
@@ -66,8 +67,13 @@ def _advice_on(model: Any) -> str:
 
 
 def continues_text(model: PreTrainedModel) -> bool:
-    """Whether `model` predicts the next token of what it reads, which may also have images or sounds."""
-    return model.can_generate() and not model.config.is_encoder_decoder
+    """Whether `model` is a causal language model, which may also read images or sounds, or have its own code."""
+    names = {kind.__name__ for kind in type(model).__mro__}
+    if not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    encodes = model.config.is_encoder_decoder or model.config.get_text_config().is_encoder_decoder
+    named = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    return named and model.can_generate() and not encodes
 
 
 def keeps_of(

@@ -9,7 +9,7 @@ def longest_text(model: PreTrainedModel) -> int | None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None or positions < 1:  # XLNet states -1
         return None
-    for module in model.modules():  # RoBERTa's positions start after the index of the padding
-        if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
-            return int(positions - module.padding_idx - 1)
+    for name, module in model.named_modules():  # RoBERTa's positions start after the index of the padding
+        if isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == positions:
+            return int(positions - 1 - (-1 if module.padding_idx is None else module.padding_idx))
     return int(positions)
