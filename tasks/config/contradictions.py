@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from tasks.artifacts.input_folders import FORMATS
 from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
 from tasks.data.hub_inputs import hub_inputs
@@ -257,29 +258,39 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
         yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
     source = os.path.normpath(data.source)
     held_out = {*data.splits.named().values()} - {data.splits.train}
+    held_out_rows = {_rows(data.source, data.config, split) for split in held_out}
     for name, text in texts.items():
-        other = os.path.normpath(text.source)
-        if other == source and text.config == data.config and text.split in held_out:
-            yield (
-                f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
-                f"{data.splits.train}"
-            )
-        if other.startswith(f"{source}{os.sep}"):
+        rows = _rows(text.source, text.config, text.split)
+        if os.path.normpath(text.source).startswith(f"{source}{os.sep}"):
             yield (
                 f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
                 f"{data.source} and its split {data.splits.train}"
             )
+        elif rows in held_out_rows:
+            yield (
+                f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
+                f"{data.splits.train}"
+            )
         for own, same in scored.items():
-            if (os.path.normpath(same.source), same.config, same.split) == (other, text.config, text.split):
+            if _rows(same.source, same.config, same.split) == rows:
                 yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
 
 
 def _seen_texts(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
     """Yield a line for each of evaluate.texts that is the training split itself."""
-    train = os.path.normpath(data.source), data.config, data.splits.train
+    train = _rows(data.source, data.config, data.splits.train)
     for name, text in scored.items():
-        if (os.path.normpath(text.source), text.config, text.split) == train:
+        if _rows(text.source, text.config, text.split) == train:
             yield f"evaluate.texts.{name}: is what candidates are trained and calibrated with; write another text"
+
+
+def _rows(source: str, config: str | None, split: str) -> tuple[str, str | None, str]:
+    """Return what identifies the rows of a split. A file is the split of its folder that it is named after."""
+    path = os.path.normpath(source)
+    stem, suffix = os.path.splitext(path)
+    return (
+        (os.path.dirname(stem), config, os.path.basename(stem)) if suffix.lower() in FORMATS else (path, config, split)
+    )
 
 
 def column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

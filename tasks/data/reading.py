@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.artifacts.errors import StageError
-from tasks.artifacts.input_folders import RAW
+from tasks.artifacts.input_folders import FORMATS, RAW
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Columns, Data, Splits, Text
 from tasks.data.hub_data import load_from_hub
@@ -28,7 +28,6 @@ from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
-FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _NAMES = ("train", "validation", "test")  # of files that are meant as splits, whatever data.splits names
 _SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
@@ -192,8 +191,8 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
 
     Raises:
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
-            ignore; rows have cells beyond the names in the first line (a separator at their end makes none); the
-            separator is another one; or two of `classes`, such as 1.1 and 1.10, are the same number.
+            ignore; rows have cells beyond the names in the first line (a separator at the end of each row makes none);
+            the separator is another one; or two of `classes`, such as 1.1 and 1.10, are the same number.
     """
     if _suffix(file) == ".csv":
         _check_quotes(file)
@@ -227,12 +226,27 @@ def _refuse_equal_numbers(cells: pd.Series) -> None:
 
 def _check_separator(file: Path, rows: pd.DataFrame) -> None:
     """Raise a StageError if the only column of a CSV or TSV file is several of another separator."""
-    own = _SEPARATED[_suffix(file)].get("sep", ",")
-    if len(rows.columns) == 1 and (others := {*",;\t|"} - {own} & {*str(rows.columns[0])}):
-        raise StageError(
-            f"its first line, {rows.columns[0]!r}, has {' and '.join(map(repr, sorted(others)))} between names, but "
-            f"a {_suffix(file)} file has {own!r}: save it with that"
-        )
+    if len(rows.columns) == 1:
+        name, cells = str(rows.columns[0]), rows.iloc[:100, 0].astype(str)
+        for separator in _other_separators(file, name):
+            if cells.str.count(re.escape(separator)).eq(name.count(separator)).all():
+                raise StageError(_save_with_own(file, name))
+
+
+def _other_separators(file: Path, name: str) -> list[str]:
+    """Return the characters in a name that separate columns, but not in a file of this format."""
+    return [character for character in ",;\t|" if character in name and character != _separator(file)]
+
+
+def _separator(file: Path) -> str:
+    return str(_SEPARATED[_suffix(file)].get("sep", ","))
+
+
+def _save_with_own(file: Path, name: str) -> str:
+    return (
+        f"its first line, {name!r}, has another separator than a {_suffix(file)} file: separate columns by "
+        f"{_separator(file)!r}"
+    )
 
 
 def _check_quotes(file: Path) -> None:
@@ -249,16 +263,22 @@ def _check_quotes(file: Path) -> None:
 
 
 def _too_many_cells(file: Path) -> str:
-    """Name the first row of a CSV or TSV file that has cells beyond the names in the first line, if there is one."""
+    """Say why rows of a CSV or TSV file have cells beyond the names in the first line; return "" if none has."""
+    found = ""
     with _cells(file) as reader:
-        names = next(filter(None, reader))
+        names = next(row for row in reader if any(map(str.strip, row)))
+        if len(names) == 1 and _other_separators(file, names[0]):
+            return _save_with_own(file, names[0])
         for row in reader:
-            if any(row[len(names) :]):
-                return (
-                    f"line {reader.line_num} has {len(row)} cells, but the first line has {len(names)} names: put "
-                    "cells that contain the separator into quotes, or name all columns"
+            if beyond := row[len(names) :]:
+                words = (
+                    f"line {reader.line_num} has {len(row)} cells, but the first line has {len(names)} name"
+                    f"{'s' * (len(names) > 1)}: put cells that contain the separator into quotes, or name all columns"
                 )
-    return ""
+                if any(beyond):
+                    return words
+                found = found or words  # empty cells, as of a separator at the end of some rows
+    return found
 
 
 @contextmanager
@@ -267,7 +287,7 @@ def _cells(file: Path) -> Iterator[Any]:
     longest = csv.field_size_limit(sys.maxsize)
     own: dict[str, Any] = {} if _suffix(file) == ".csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
             yield csv.reader(lines, strict=True, **own)
     finally:
         csv.field_size_limit(longest)

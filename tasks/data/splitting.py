@@ -39,8 +39,10 @@ def split_and_convert(
     splits = split_source(source, params)
     for name, frame in splits.items():
         if frame.empty:
+            more = "text" if task_class(params.task).running_text else "examples"
             raise StageError(
-                f"the {name} split of {params.source} is empty: give it more examples, or raise data.shares"
+                f"the {name} split of {params.source} is empty: give it more {more}, or a file of its own, or raise "
+                "data.shares"
             )
     return splits, task_class(params.task).convert_labels(splits, params)
 

@@ -375,9 +375,17 @@ def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data:
     only(tiny(data=data_of("language_modeling", **source, **data)), path)
 
 
-def test_a_text_to_score_on_is_none_to_calibrate_with() -> None:
-    data = data_of("language_modeling", calibration_texts={"a": {"source": "news"}, "b": {"source": "editorials"}})
-    only(tiny(data=data, evaluate={"texts": {"own": {"source": "editorials"}}}), "data.calibration_texts.b")
+@pytest.mark.parametrize(
+    ("scored", "calibrating"),
+    [
+        ({"source": "editorials"}, {"source": "editorials"}),
+        (OTHER, {**OTHER, "split": "test"}),  # a file has one split, whatever it is called
+        (OTHER, {"source": "data/raw", "split": "other"}),
+    ],
+)
+def test_a_text_to_score_on_is_none_to_calibrate_with(scored: dict[str, str], calibrating: dict[str, str]) -> None:
+    data = data_of("language_modeling", calibration_texts={"a": {"source": "news"}, "b": calibrating})
+    only(tiny(data=data, evaluate={"texts": {"own": scored}}), "data.calibration_texts.b")
 
 
 def test_a_text_to_score_on_is_not_what_candidates_are_trained_on() -> None:
@@ -387,6 +395,10 @@ def test_a_text_to_score_on_is_not_what_candidates_are_trained_on() -> None:
         "other": {"source": "data/raw/wiki", "split": "odd"},
     }
     only(tiny(data=data, evaluate={"texts": texts}), "evaluate.texts.seen")
+    only(tiny(data=data, evaluate={"texts": {"a": {"source": "data/raw/wiki/old.txt"}}}), "evaluate.texts.a")
+    data = data_of("language_modeling", source="data/raw/text.txt")
+    texts = {"a": {"source": "data/raw/text.txt", "split": "test"}, "b": {"source": "data/raw/text2.txt"}}
+    only(tiny(data=data, evaluate={"texts": texts}), "evaluate.texts.a")
 
 
 def test_other_texts_are_for_language_models_and_have_a_source_and_a_name() -> None:

@@ -477,6 +477,13 @@ def test_empty_cells_are_counted(suffix: str, column: str, value: str | None) ->
     assert re.search(rf" 3 .*\b{column}\b", refusal(write(frame, suffix=suffix), columns={"text_pair": "pair"}))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "content"), [(".csv", b'"text; or so"\nhello\nfine; yes\n'), (".tsv", b"Review, short\na, b\nc\n")]
+)
+def test_the_name_of_a_single_column_may_have_a_separator_of_other_files(suffix: str, content: bytes) -> None:
+    assert list(read_file(Path(write_bytes(content, suffix))).shape) == [2, 1]
+
+
 def test_labels_in_bytes_are_refused() -> None:
     labels = [b"good", b"bad"] * 5
     assert re.search(r"\blabel\b.*bytes", refusal(write(rows(labels), suffix=".parquet")))
@@ -493,9 +500,12 @@ def test_a_text_that_is_a_number_is_refused() -> None:
         (".csv", b"text,label\na,b\na,b,c,d\n", "line 3 has 4 .* 2 names"),
         (".csv", b"text,label\nwell, then,yes\nfine,no\n", "line 2 has 3 .* 2 names"),
         (".tsv", b'text\tlabel\na "b\tyes\nc\td\te\n', "line 3 has 3 .* 2 names"),
-        (".csv", b"text;label\nwell, then;yes\nfine;no\n", "line 2 has 2 .* 1 name"),
-        (".csv", b"text;label\nwell;yes\nfine;no\n", "';'"),
-        (".tsv", b"text,label\nwell,yes\nfine,no\n", "','"),
+        (".csv", b"text,label\na,b\nc,d,\n", "line 3 has 3 .* 2 names"),
+        (".csv", b"  \ntext,label\na,b\nc,d,e\n", "line 4 has 3 .* 2 names"),
+        (".csv", b'\xef\xbb\xbf"te,xt","label"\na,b\nc,d,e\n', "line 3 has 3 .* 2 names"),
+        (".csv", b"text;label\nwell, then;yes\nfine;no\n", "','"),
+        (".csv", b"text;label\nwell;yes\nfine;no\n", "','"),
+        (".tsv", b"text,label\nwell,yes\nfine,no\n", "'.t'"),
         (".csv", b"text,label\ncaf\xe9,yes\n", "UTF-8"),
         (".csv", b"text,label,source\nfine,yes,web,mine\nbad,no,web,mine\n", ""),
         (".csv", b"id,text,label\n1,fine,yes,web\n2,bad,no,web\n", ""),
