@@ -47,6 +47,7 @@ from eckart.calibration.losses import (
     Loss,
     Objective,
     batch_size,
+    examples_of,
     first_examples,
     predictions_of,
     row_of,
@@ -366,7 +367,7 @@ def _examples(batches: Sequence[Batch], count: int | None, skip: int) -> Iterato
     for batch in batches:
         rows = range(batch_size(batch))[max(skip - start, 0) :][: None if count is None else count]
         if rows:
-            yield {name: values[rows.start : rows.stop] for name, values in batch.items()}
+            yield examples_of(batch, rows.start, rows.stop)
         count = None if count is None else count - len(rows)
         start += batch_size(batch)
 

@@ -523,6 +523,61 @@ def llava() -> Case:
 
 
 @case
+def qwen2_vl() -> Case:
+    """A single example: the patches of its picture are rows of a tensor of their own."""
+    picture = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    model = build(
+        "Qwen2VLForConditionalGeneration",
+        vision_config={**picture, "spatial_merge_size": 2, "temporal_patch_size": 1},
+        text_config={**LAYERS, **WORDS, "num_key_value_heads": 2, "rope_parameters": rope},
+        **{"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 2},
+    )
+    batch = following(text(1))
+    image = torch.full((1, 4), 3)
+    ids = torch.cat([image, batch["input_ids"]], 1)
+    return model, {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == 3).long(),
+        "pixel_values": noise(16, 48),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "labels": torch.cat([torch.full_like(image, -100), batch["labels"]], 1),
+    }
+
+
+@case
+def kosmos2() -> Case:
+    """Tokens that stand for a picture, and an entry that marks them."""
+    sizes = {"embed_dim": 16, "layers": 1, "ffn_dim": 24, "attention_heads": 2, "vocab_size": 64}
+    model = build("Kosmos2ForConditionalGeneration", text_config=sizes, vision_config=PICTURE, latent_query_num=4)
+    _, batch = llava()
+    return model, batch | {"image_embeds_position_mask": (batch["input_ids"] == 3).long()}
+
+
+@case
+def florence2() -> Case:
+    """An encoder of pictures and texts, and a decoder whose first token the config of the text names."""
+    stages = {name: [value] * 2 for name, value in {"depths": 1, "num_heads": 2, "num_groups": 2}.items()}
+    patches = {"patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "patch_prenorm": [False, True]}
+    sizes = {"embed_dim": [8, 16], "window_size": 2, "projection_dim": 16, "max_temporal_embeddings": 4}
+    model = build(
+        "Florence2ForConditionalGeneration",
+        vision_config={**stages, **patches, **sizes, "max_position_embeddings": 8},
+        text_config={"model_type": "bart", **WORDS, **BART, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+        image_token_id=3,
+    )
+    _, batch = llava()
+    ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
+    image = ids[:, :1]  # the mean of the patches is a token, too
+    return model, {
+        "input_ids": torch.cat([image, ids], 1),
+        "attention_mask": torch.cat([mask[:, :1], mask], 1),
+        "pixel_values": batch["pixel_values"],
+        "labels": labels[:, 4:].contiguous(),
+    }
+
+
+@case
 def whisper() -> Case:
     """Sounds of the same length, and texts that are padded."""
     ends = {"decoder_start_token_id": 2, "bos_token_id": 2, "eos_token_id": 2}

@@ -52,9 +52,10 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
         raise ValueError(f"batch {number} is a {type(batch).__name__}: give a mapping of input names to tensors")
     if wrong := [f"{name}: {type(value).__name__}" for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"batch {number} has {', '.join(wrong)}: give tensors, as return_tensors='pt' does")
-    if len({len(values) if values.dim() else 0 for values in batch.values()}) > 1:
+    lengths = {len(values) if values.dim() else 0 for values in batch.values()}
+    if len(lengths) > 1 and len(batch.get("input_ids", ())) != 1:  # a single example may have any number of patches
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
-        advice = "; leave out patches of all images together (Qwen2-VL), then only layers for text are targets"
+        advice = "; if the patches of all images are in one tensor (Qwen2-VL), give batches of one example"
         raise ValueError(
             f"batch {number} has tensors that differ in their number of examples: {shapes}"
             + advice * any(name.startswith("pixel") for name in batch)
@@ -84,7 +85,8 @@ def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
         shifted = own(labels=labels.clone())  # FSMT's writes into them
     else:
         shifted = labels.roll(1, dims=1)
-        shifted[:, 0] = model.config.decoder_start_token_id
-        shifted = shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
+        config = model.config if hasattr(model.config, "decoder_start_token_id") else model.config.get_text_config()
+        shifted[:, 0] = config.decoder_start_token_id
+        shifted = shifted.masked_fill(shifted == IGNORED, config.pad_token_id)
     labels_from_here = (labels != IGNORED).flip(1).cumsum(1).flip(1)
     return {"decoder_input_ids": shifted, "decoder_attention_mask": (labels_from_here > 0).to(torch.long)}

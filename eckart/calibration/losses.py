@@ -168,12 +168,19 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
 
 def batch_size(batch: Batch) -> int:
     """Return the number of examples in `batch`."""
-    return next(iter(batch.values())).shape[0]
+    return batch.get("input_ids", next(iter(batch.values()))).shape[0]
+
+
+def examples_of(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
+    """Return some examples of `batch`. All entries of a single example belong to it, such as the patches of images."""
+    if batch_size(batch) == 1:
+        return dict(batch)
+    return {name: values[start:stop] for name, values in batch.items()}
 
 
 def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
     """Return the first `count` examples of `batch`."""
-    return {name: values[:count] for name, values in batch.items()}
+    return examples_of(batch, 0, count)
 
 
 def real_tokens(batch: Batch, like: Tensor) -> Tensor:
@@ -188,7 +195,7 @@ def real_tokens(batch: Batch, like: Tensor) -> Tensor:
 
 def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
     """Return the example with number `row` as a batch of its own."""
-    return {name: values[row : row + 1] for name, values in batch.items()}
+    return examples_of(batch, row, row + 1)
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:

@@ -348,10 +348,12 @@ class Collector:
         """Check that a target without a mask has the same number of tokens per example in all batches.
 
         Only batches with masks are checked, or all batches if the target's inputs are `flat`: the tokens of all
-        examples are in one dimension, as for a router's expert.
+        examples are in one dimension, as for a router's expert. A single example without padding may have any number:
+        its picture has more patches than another one's.
         """
-        checked = masks_of(self.batch) or flat
-        if checked and self.tokens_per_example.setdefault(target.name, tokens) != tokens:
+        masks = masks_of(self.batch)
+        alone = batch_size(self.batch) == 1 and all(bool(self.batch[mask].all()) for mask in masks)
+        if (masks or flat) and not alone and self.tokens_per_example.setdefault(target.name, tokens) != tokens:
             raise ValueError(
                 f"{target.name}: {self.tokens_per_example[target.name]} inputs per example of one batch and {tokens} "
                 "of another, which belong to no mask; exclude this target"

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size
+from eckart.calibration.losses import Batch, Loss, batch_size, examples_of
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
@@ -180,9 +180,7 @@ def split(batches: Iterable[Batch], size: int) -> list[Batch]:
         ValueError: there is only one part, so that none can be held out.
     """
     parts: list[Batch] = [
-        {name: values[start : start + size] for name, values in batch.items()}
-        for batch in batches
-        for start in range(0, batch_size(batch), size)
+        examples_of(batch, start, start + size) for batch in batches for start in range(0, batch_size(batch), size)
     ]
     if len(parts) < 2:
         raise ValueError(

@@ -8,6 +8,7 @@ other numbers of tokens, and compares the inputs of the layers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from eckart.calibration.losses import batch_size, examples_of
 from eckart.model.module_context import eval_mode, hooked
 
 ATTENTION = "attention_mask"
@@ -27,8 +29,8 @@ PICTURES = "pixel_mask"
 """Name of the batch entry that is 0 at padding pixels of pictures; no layer's inputs can be matched to pixels."""
 _NO_PADDING = "global_attention_mask"
 """Name of a batch entry that looks like a padding mask but is none."""
-_NOT_TEXT = ("pixel", "visual", "image")
-"""Beginnings of the names of batch entries that do not hold tokens of a text."""
+_NOT_TEXT = re.compile("(pixel|visual|image(?!_embeds_position_mask))")
+"""Beginnings of the names of batch entries that do not hold tokens of a text; Kosmos-2 marks tokens for images."""
 
 NEVER_RAN = "its forward did not run for the batch"
 NO_WORDS = "the ids that it looks up are not the batch's input_ids, but positions, types or the like"
@@ -127,14 +129,14 @@ class Probe:
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
         self._model = model
         self._layers = layers
-        self._examples = next(iter(batch.values())).shape[0]
+        self._examples = batch_size(batch)
         self._not_linear: dict[str, str] = {}
         self._inputs: dict[str, list[Tensor]] = {}  # keeps the tensors alive, so that no two share an id
         try:
             self._run(batch, lambda name, x: self._inputs.setdefault(name, []).append(x))
             self._again = self._compare(batch, _close)
             self._doubled = self._compare({name: torch.cat([x, x]) for name, x in batch.items()}, _is_first_half)
-            self._first = self._compare({name: x[:1] for name, x in batch.items()}, _is_beginning)
+            self._first = self._compare(examples_of(batch, 0, 1), _is_beginning)
         except Exception as error:  # the type of the error depends on the model
             raise ValueError(
                 f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
@@ -317,11 +319,11 @@ def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str,
     `attention_mask`, the text's mask, unless their names say that they are not text.
     """
     shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
-    others = [*filter(None, beginnings), "decoder_", *_NOT_TEXT]
+    others = [*filter(None, beginnings), "decoder_"]
     own = mask.removesuffix(ATTENTION)
 
     def is_masked(name: str) -> bool:
-        return name.startswith(own) if own else not name.startswith(tuple(others))
+        return name.startswith(own) if own else not (name.startswith(tuple(others)) or _NOT_TEXT.match(name))
 
     return {
         name: values.index_select(len(shape) - 1, places.to(values.device))

@@ -13,7 +13,15 @@ from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSe
 import eckart
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import causal_loss, mean_loss_times_batch, row_of, span_loss, sum_loss, token_loss
+from eckart.calibration.losses import (
+    causal_loss,
+    first_examples,
+    mean_loss_times_batch,
+    row_of,
+    span_loss,
+    sum_loss,
+    token_loss,
+)
 from eckart.calibration.statistics import collect
 from eckart.model.macs import macs
 from eckart.model.probing import NEVER_RAN
@@ -27,7 +35,7 @@ NO_TOKENS = "its inputs are not the tokens of attention_mask"
 def probed(case: tiny.Case) -> Targets:
     model, batch = case
     ready = prepare_batches(model, [batch])[0]
-    return find_targets(model, {name: values[:2] for name, values in ready.items()})
+    return find_targets(model, first_examples(ready, 2))
 
 
 # --- what is compressed ----------------------------------------------------------------------------------------------
@@ -39,6 +47,8 @@ def probed(case: tiny.Case) -> Targets:
         ("layoutlm", {"attention_mask": 12, None: 1}, {"is a head": 1}),
         ("choices", {"attention_mask": 12, None: 1}, {"is a head": 1}),
         ("llava", {"attention_mask": 14, None: 14}, {"is a head": 1}),
+        ("qwen2_vl", {None: 20}, {"is a head": 1}),
+        ("kosmos2", {"attention_mask": 6, None: 17}, {"is a head": 1}),
         # the encoder, and what the decoder's attention reads of it
         ("whisper", {"decoder_attention_mask": 16, None: 16}, {"is a head": 1}),
         ("swin", {None: 19}, {"is a head": 1}),
@@ -328,11 +338,28 @@ def test_span_losses_are_found_from_the_batch():
     torch.testing.assert_close(span_loss(model, at_padding), span_loss(model, alone))
 
 
+def test_a_single_example_may_have_any_number_of_patches():
+    """Two pictures or one: the statistics are sums over the tokens of all patches."""
+    model, one = tiny.UNUSUAL["qwen2_vl"]()
+    ids, labels = (torch.cat([one[name][:, :5], one[name]], 1) for name in ("input_ids", "labels"))
+    two = {**one, "input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == 3).long()}
+    two |= {name: torch.cat([one[name]] * 2) for name in ("pixel_values", "image_grid_thw")}
+    data = prepare_batches(model, [one, two])
+    targets = find_targets(model, data[0]).targets
+    loss = objective_of(model, data, "kfac").loss
+    both, first = (collect(model, some, targets, loss=loss)["inputs"] for some in (data, data[:1]))
+    name = next(target.name for target in targets if target.name.endswith("visual.blocks.0.attn.qkv"))
+    torch.testing.assert_close(both[name], 1.5 * first[name])  # per example
+    with pytest.raises(ValueError, match=r"batch 0 .*one example"):
+        prepare_batches(model, [{**two, "input_ids": torch.cat([ids, ids])}])
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["choices", "llava", "whisper", "swin", "patchtst", "canine", "switch", "speech", "wavlm"]
+    "name",
+    ["choices", "llava", "qwen2_vl", "florence2", "whisper", "swin", "patchtst", "canine", "switch", "speech", "wavlm"],
 )
 def test_an_unusual_model_is_compressed_saved_and_loaded(name):
     """`compress` itself saves and loads the model and compares the outputs."""
