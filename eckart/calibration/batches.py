@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.losses import IGNORED, Batch
-from eckart.model.probing import ATTENTION
+from eckart.model.probing import ATTENTION, NOT_TEXT
 
 
 def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
@@ -52,15 +52,17 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
         raise ValueError(f"batch {number} is a {type(batch).__name__}: give a mapping of input names to tensors")
     if wrong := [f"{name}: {type(value).__name__}" for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"batch {number} has {', '.join(wrong)}: give tensors, as return_tensors='pt' does")
-    lengths = {len(values) if values.dim() else 0 for values in batch.values()}
-    if len(lengths) > 1 and len(batch.get("input_ids", ())) != 1:  # a single example may have any number of patches
+    ids = batch.get("input_ids")
+    alone = ids is not None and ids.shape[:1] == (1,)  # a single example may have any number of patches
+    counted = [values for name, values in batch.items() if not (alone and NOT_TEXT.match(name))]
+    if len({len(values) if values.dim() else 0 for values in counted}) > 1:
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
         advice = "; if the patches of all images are in one tensor (Qwen2-VL), give batches of one example"
         raise ValueError(
             f"batch {number} has tensors that differ in their number of examples: {shapes}"
             + advice * any(name.startswith("pixel") for name in batch)
         )
-    if not all(values.numel() for values in batch.values()):
+    if not batch.get("input_ids", next(iter(batch.values()))).numel():
         raise ValueError(f"batch {number} has no example, or examples without a token: leave it out")
     prepared = {name: values.to(model.device) for name, values in batch.items()}
     labels = prepared.get("labels")

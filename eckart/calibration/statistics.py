@@ -37,7 +37,7 @@ from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
 from eckart.model.module_context import frozen, hooked
-from eckart.model.probing import is_embedding, masks_of
+from eckart.model.probing import ATTENTION, PICTURES, is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
 
 StatisticKind = Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor", "gradients"]
@@ -351,11 +351,12 @@ class Collector:
         examples are in one dimension, as for a router's expert. A single example without padding may have any number:
         its picture has more patches than another one's.
         """
-        masks = masks_of(self.batch)
-        alone = batch_size(self.batch) == 1 and all(bool(self.batch[mask].all()) for mask in masks)
-        if (masks or flat) and not alone and self.tokens_per_example.setdefault(target.name, tokens) != tokens:
+        masks = [values for name, values in self.batch.items() if name.endswith((ATTENTION, PICTURES))]
+        alone = batch_size(self.batch) == 1 and all(bool(mask.all()) for mask in masks)
+        checked, first = masks_of(self.batch) or flat, self.tokens_per_example.setdefault(target.name, tokens)
+        if checked and not alone and first != tokens:
             raise ValueError(
-                f"{target.name}: {self.tokens_per_example[target.name]} inputs per example of one batch and {tokens} "
+                f"{target.name}: {first} inputs per example of one batch and {tokens} "
                 "of another, which belong to no mask; exclude this target"
             )
 

@@ -11,5 +11,5 @@ def longest_text(model: PreTrainedModel) -> int | None:
         return None
     for name, module in model.named_modules():  # RoBERTa's positions start after the index of the padding
         if isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == positions:
-            return int(positions - 1 - (-1 if module.padding_idx is None else module.padding_idx))
+            return int(positions if module.padding_idx is None else positions - module.padding_idx - 1)
     return int(positions)

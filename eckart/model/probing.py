@@ -29,7 +29,7 @@ PICTURES = "pixel_mask"
 """Name of the batch entry that is 0 at padding pixels of pictures; no layer's inputs can be matched to pixels."""
 _NO_PADDING = "global_attention_mask"
 """Name of a batch entry that looks like a padding mask but is none."""
-_NOT_TEXT = re.compile("(pixel|visual|image(?!_embeds_position_mask))")
+NOT_TEXT = re.compile("(pixel|visual|video|image(?!_embeds_position_mask))")
 """Beginnings of the names of batch entries that do not hold tokens of a text; Kosmos-2 marks tokens for images."""
 
 NEVER_RAN = "its forward did not run for the batch"
@@ -323,7 +323,7 @@ def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str,
     own = mask.removesuffix(ATTENTION)
 
     def is_masked(name: str) -> bool:
-        return name.startswith(own) if own else not (name.startswith(tuple(others)) or _NOT_TEXT.match(name))
+        return name.startswith(own) if own else not (name.startswith(tuple(others)) or NOT_TEXT.match(name))
 
     return {
         name: values.index_select(len(shape) - 1, places.to(values.device))

@@ -17,6 +17,8 @@ from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 if TYPE_CHECKING:
     from eckart.recipe import Recipe
 
+_Rows = tuple[str, str | None, str]
+
 
 def contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each contradiction between sections, or between parts of a recipe.
@@ -257,40 +259,48 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
     if written.examples and written.prompts >= data.max_length:
         yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
     source = os.path.normpath(data.source)
-    held_out = {*data.splits.named().values()} - {data.splits.train}
-    held_out_rows = {_rows(data.source, data.config, split) for split in held_out}
+    held_out = set[str]() if _is_file(source) else {*data.splits.named().values()} - {data.splits.train}
     for name, text in texts.items():
-        rows = _rows(text.source, text.config, text.split)
+        rows = text.source, text.config, text.split
         if os.path.normpath(text.source).startswith(f"{source}{os.sep}"):
             yield (
                 f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
                 f"{data.source} and its split {data.splits.train}"
             )
-        elif rows in held_out_rows:
+        elif any(_same_rows(rows, (data.source, data.config, split)) for split in held_out):
             yield (
                 f"data.calibration_texts.{name}.split: is {text.split}, on which candidates are scored; write "
                 f"{data.splits.train}"
             )
         for own, same in scored.items():
-            if _rows(same.source, same.config, same.split) == rows:
+            if _same_rows(rows, (same.source, same.config, same.split)):
                 yield f"data.calibration_texts.{name}: is what evaluate.texts.{own} scores; remove one of them"
 
 
 def _seen_texts(data: schema.Data, scored: Mapping[str, schema.Text]) -> Iterator[str]:
     """Yield a line for each of evaluate.texts that is the training split itself."""
-    train = _rows(data.source, data.config, data.splits.train)
+    train = data.source, data.config, data.splits.train
     for name, text in scored.items():
-        if _rows(text.source, text.config, text.split) == train:
+        if _same_rows(train, (text.source, text.config, text.split)):
             yield f"evaluate.texts.{name}: is what candidates are trained and calibrated with; write another text"
 
 
-def _rows(source: str, config: str | None, split: str) -> tuple[str, str | None, str]:
-    """Return what identifies the rows of a split. A file is the split of its folder that it is named after."""
-    path = os.path.normpath(source)
-    stem, suffix = os.path.splitext(path)
-    return (
-        (os.path.dirname(stem), config, os.path.basename(stem)) if suffix.lower() in FORMATS else (path, config, split)
-    )
+def _same_rows(one: _Rows, other: _Rows) -> bool:
+    """Whether two splits are the same. A file is a single split; in its folder, it is the split of its own name.
+
+    Args:
+        one, other: source, configuration and name of a split.
+    """
+    (path, config, split), (other_path, other_config, other_split) = one, other
+    path, other_path = os.path.relpath(path), os.path.relpath(other_path)
+    if _is_file(path) == _is_file(other_path):
+        return path == other_path and (_is_file(path) or (config, split) == (other_config, other_split))
+    file, folder, name = (path, other_path, other_split) if _is_file(path) else (other_path, path, split)
+    return os.path.splitext(file)[0] == os.path.join(folder, name)
+
+
+def _is_file(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in FORMATS
 
 
 def column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:

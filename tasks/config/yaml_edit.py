@@ -29,7 +29,7 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Write `changes`, which may be nested, into the mapping `content`. What is empty replaces what is there."""
-    for key, value in ((key, _quoted(value)) for key, value in changes.items()):
+    for key, value in _quoted(changes).items():
         if isinstance(value, Mapping) and value and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
         elif isinstance(value, list) and value and isinstance(content.get(key), list):

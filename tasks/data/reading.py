@@ -191,7 +191,7 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
 
     Raises:
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
-            ignore; rows have cells beyond the names in the first line (a separator at the end of each row makes none);
+            ignore; rows have cells beyond the names in the first line (a separator at the end of the rows makes none);
             the separator is another one; or two of `classes`, such as 1.1 and 1.10, are the same number.
     """
     if _suffix(file) == ".csv":
@@ -264,20 +264,17 @@ def _check_quotes(file: Path) -> None:
 
 def _too_many_cells(file: Path) -> str:
     """Say why rows of a CSV or TSV file have cells beyond the names in the first line; return "" if none has."""
-    found = ""
+    longest, found = 0, ""
     with _cells(file) as reader:
         names = next(row for row in reader if any(map(str.strip, row)))
         if len(names) == 1 and _other_separators(file, names[0]):
             return _save_with_own(file, names[0])
         for row in reader:
-            if beyond := row[len(names) :]:
-                words = (
-                    f"line {reader.line_num} has {len(row)} cells, but the first line has {len(names)} name"
-                    f"{'s' * (len(names) > 1)}: put cells that contain the separator into quotes, or name all columns"
-                )
-                if any(beyond):
-                    return words
-                found = found or words  # empty cells, as of a separator at the end of some rows
+            words = f"line {reader.line_num} has {len(row)} cells, but the first line has {len(names)} names"
+            if any(row[len(names) :]):
+                return f"{words}: put cells that contain the separator into quotes, or name all columns"
+            if len(row) > max(longest, len(names)):
+                longest, found = len(row), f"{words}: remove the separators at its end"
     return found
 
 

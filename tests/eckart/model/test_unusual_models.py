@@ -350,8 +350,13 @@ def test_a_single_example_may_have_any_number_of_patches():
     both, first = (collect(model, some, targets, loss=loss)["inputs"] for some in (data, data[:1]))
     name = next(target.name for target in targets if target.name.endswith("visual.blocks.0.attn.qkv"))
     torch.testing.assert_close(both[name], 1.5 * first[name])  # per example
-    with pytest.raises(ValueError, match=r"batch 0 .*one example"):
-        prepare_batches(model, [{**two, "input_ids": torch.cat([ids, ids])}])
+    padded = {**two, "attention_mask": (torch.arange(ids.shape[1]) < ids.shape[1] - 1).long()[None]}
+    whole = {**one, "attention_mask": torch.ones_like(one["input_ids"])}
+    with pytest.raises(ValueError, match="belong to no mask"):  # pictures may be padded, too
+        collect(model, [whole, padded], targets, loss=loss)
+    for wrong in ({"input_ids": torch.cat([ids, ids])}, {"labels": labels[0]}):
+        with pytest.raises(ValueError, match=r"batch 0 .*one example"):
+            prepare_batches(model, [{**two, **wrong}])
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

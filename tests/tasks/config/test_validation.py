@@ -397,7 +397,7 @@ def test_a_text_to_score_on_is_not_what_candidates_are_trained_on() -> None:
     only(tiny(data=data, evaluate={"texts": texts}), "evaluate.texts.seen")
     only(tiny(data=data, evaluate={"texts": {"a": {"source": "data/raw/wiki/old.txt"}}}), "evaluate.texts.a")
     data = data_of("language_modeling", source="data/raw/text.txt")
-    texts = {"a": {"source": "data/raw/text.txt", "split": "test"}, "b": {"source": "data/raw/text2.txt"}}
+    texts = {"a": {"source": "data/raw/text.txt", "split": "test"}, "b": {"source": "data/raw/text.jsonl"}}
     only(tiny(data=data, evaluate={"texts": texts}), "evaluate.texts.a")
 
 
