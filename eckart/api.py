@@ -184,9 +184,9 @@ def compress(
 
     Args:
         model: a transformers model with the head for its task, on the device that should do the work.
-        batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
-            at padding), except for recipes such as `svd` and `drone` that need none. For T5 or BART, missing decoder
-            inputs are made from the labels.
+        batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. In a batch of one
+            example, images may have any number of patches. Include labels (-100 at padding), except for recipes such
+            as `svd` and `drone` that need none. For T5 or BART, missing decoder inputs are made from the labels.
         keep: share of the target layers' parameters to keep, in (0, 1]. By default 0.8 for a causal language
             model, also one that reads images or sounds, because it loses more, and 0.33 for any other model. Several
             keeps, such as `[0.5, 0.33]`, share one set of calibration statistics, and give the models that single

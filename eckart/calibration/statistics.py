@@ -351,13 +351,14 @@ class Collector:
         examples are in one dimension, as for a router's expert. A single example without padding may have any number:
         its picture has more patches than another one's.
         """
+        first = self.tokens_per_example.setdefault(target.name, tokens)
+        if first == tokens or not (masks_of(self.batch) or flat):
+            return
         masks = [values for name, values in self.batch.items() if name.endswith((ATTENTION, PICTURES))]
-        alone = batch_size(self.batch) == 1 and all(bool(mask.all()) for mask in masks)
-        checked, first = masks_of(self.batch) or flat, self.tokens_per_example.setdefault(target.name, tokens)
-        if checked and not alone and first != tokens:
+        if batch_size(self.batch) > 1 or not all(bool(mask.all()) for mask in masks):
             raise ValueError(
-                f"{target.name}: {first} inputs per example of one batch and {tokens} "
-                "of another, which belong to no mask; exclude this target"
+                f"{target.name}: {first} inputs per example of one batch and {tokens} of another, which belong to no "
+                "mask; exclude this target"
             )
 
     def _by_example(self, values: Tensor, rows: Tensor | RoutedRows | None) -> Tensor:

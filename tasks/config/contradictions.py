@@ -258,11 +258,11 @@ def _calibration_mistakes(data: schema.Data, scored: Mapping[str, schema.Text]) 
         yield "data.sizes.calibration: is 0, and there is no other text to calibrate with; write a number"
     if written.examples and written.prompts >= data.max_length:
         yield f"data.written.prompts: is {written.prompts}, a whole block; write less than {data.max_length}"
-    source = os.path.normpath(data.source)
+    source = os.path.relpath(data.source)
     held_out = set[str]() if _is_file(source) else {*data.splits.named().values()} - {data.splits.train}
     for name, text in texts.items():
         rows = text.source, text.config, text.split
-        if os.path.normpath(text.source).startswith(f"{source}{os.sep}"):
+        if os.path.relpath(text.source).startswith(f"{source}{os.sep}"):
             yield (
                 f"data.calibration_texts.{name}.source: is in data.source, where candidates are scored; write "
                 f"{data.source} and its split {data.splits.train}"

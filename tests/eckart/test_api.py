@@ -106,6 +106,23 @@ def test_a_language_model_keeps_more_by_default() -> None:
     assert 0.7 < min(of_words.keep, of_words_and_images.keep) < 0.81
 
 
+def test_not_every_model_that_can_generate_is_a_causal_language_model() -> None:
+    """Flaubert is a masked one, and InstructBLIP with T5 has a decoder beside its encoders."""
+    parts = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    masked = tiny.build("FlaubertWithLMHeadModel", n_words=64, emb_dim=16, n_layers=1, n_heads=2)
+    decoder = tiny.build(
+        "InstructBlipForConditionalGeneration",
+        vision_config={**parts, "image_size": 8, "patch_size": 4},
+        qformer_config={**parts, "vocab_size": 64, "encoder_hidden_size": 16},
+        text_config={"model_type": "t5", **text},
+    )
+    assert masked.can_generate()
+    assert decoder.can_generate()
+    assert not arguments.continues_text(masked)
+    assert not arguments.continues_text(decoder)
+
+
 def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
     """A score that falls by what is cut: a drop of 0.3 is a keep of 0.7, to a hundredth."""
     model = tiny.bert().train()

@@ -375,6 +375,12 @@ def test_texts_to_calibrate_with_are_there_and_are_not_those_of_the_scores(data:
     only(tiny(data=data_of("language_modeling", **source, **data)), path)
 
 
+def test_a_text_to_calibrate_with_is_found_by_its_absolute_path_too() -> None:
+    texts = {"a": {"source": str(Path("data/raw/wiki/new.txt").absolute())}}
+    data = data_of("language_modeling", source="data/raw/wiki", calibration_texts=texts)
+    only(tiny(data=data), "data.calibration_texts.a.source")
+
+
 @pytest.mark.parametrize(
     ("scored", "calibrating"),
     [
