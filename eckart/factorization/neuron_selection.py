@@ -75,40 +75,48 @@ def order_neurons(weight: Tensor, moment: Side, group: int, moments_at: Containe
         moments_at: widths to return moments for; those that no round ends at are ignored.
     """
     weight, norm = accelerated(weight, ErrorNorm(left=None, right=moment))
-    w = weight.to(exact_dtype(weight))
-    remaining = _ridged(_full_moment(norm.right, w))  # E, of the neurons that are left
-    outputs = w @ remaining  # L W E
-    everything = outputs @ w.T  # L W B Wᵀ Lᵀ
-    left = torch.arange(w.shape[1], device=w.device)
-    chosen, widths, losses, moments = list[int](), [0], [float((w * outputs).sum()) / 2], dict[int, Tensor]()
+    columns = weight.T.to(exact_dtype(weight), copy=True).contiguous()  # (L W)ᵀ, in the order of `left`
+    remaining = _ridged(_full_moment(norm.right, columns.T))  # E, of the neurons that are left
+    outputs = remaining @ columns  # (L W E)ᵀ
+    everything = outputs.T @ columns  # L W B Wᵀ Lᵀ
+    left = torch.arange(len(columns), device=columns.device)
+    chosen, widths, losses, moments = list[int](), [0], [float(everything.trace()) / 2], dict[int, Tensor]()
     while len(left):
         taken = _round(remaining, outputs, min(group, len(left)))
-        others = torch.ones_like(left, dtype=torch.bool).index_fill_(0, taken, value=False)
         chosen += left[taken].tolist()
-        rows = remaining[taken]
-        basis = torch.linalg.solve(rows[:, taken], rows[:, others])  # E[S, S]⁻¹ E[S, :]
-        outputs = outputs[:, others] - outputs[:, taken] @ basis
-        remaining = remaining[others][:, others].addmm_(rows[:, others].T, basis, alpha=-1)
-        left = left[others]
-        rest = w[:, left]
+        _move_to_end((left, columns, outputs, remaining, remaining.T), taken)
+        rest = len(left) - len(taken)
+        rows, effects = remaining[rest:], outputs[rest:]
+        basis = torch.linalg.solve(rows[:, rest:], rows)  # E[S, S]⁻¹ E[S, :]
+        left, columns = left[:rest], columns[:rest]
+        outputs = outputs[:rest].addmm_(basis[:, :rest].T, effects, alpha=-1)
+        remaining = remaining[:rest, :rest].addmm_(rows[:, :rest].T, basis[:, :rest], alpha=-1)
         widths.append(len(chosen))
-        losses.append(min(losses[-1], max(0.0, float((rest * outputs).sum()) / 2)))
+        losses.append(min(losses[-1], max(0.0, float(torch.linalg.vecdot(columns, outputs).sum()) / 2)))
         if len(chosen) in moments_at:
-            moments[len(chosen)] = everything - outputs @ rest.T
+            moments[len(chosen)] = everything - outputs.T @ columns
     return NeuronOrder(chosen, widths, [*losses[:-1], 0.0], moments)
+
+
+def _move_to_end(tensors: Iterable[Tensor], places: Tensor) -> None:
+    """Exchange rows of each of `tensors`, so that those at `places` are the last; this moves few of a large matrix."""
+    for values in tensors:
+        last = torch.arange(len(values) - len(places), len(values), device=places.device)
+        first, second = places[~torch.isin(places, last)], last[~torch.isin(last, places)]
+        values[torch.cat([first, second])] = values[torch.cat([second, first])]
 
 
 def _round(remaining: Tensor, outputs: Tensor, size: int) -> Tensor:
     """Return the places of the `size` neurons that a round takes, greedily among the candidates.
 
     Args:
-        remaining, outputs: E `(n, n)` and L W E `(out, n)` of the neurons that are left.
+        remaining, outputs: E `(n, n)` and (L W E)ᵀ `(n, out)` of the neurons that are left.
     """
-    gains = _gains(outputs.square().sum(0), remaining.diagonal())
+    gains = _gains(torch.linalg.vecdot(outputs, outputs), remaining.diagonal())
     candidates = gains.topk(min(_CANDIDATES * size, len(gains))).indices
     # small matrices, in many steps that wait for each other: faster on the CPU
     inner = remaining[candidates][:, candidates].cpu()
-    product = (outputs[:, candidates].T @ outputs[:, candidates]).cpu()  # E Wᵀ A W E
+    product = (outputs[candidates] @ outputs[candidates].T).cpu()  # E Wᵀ A W E
     chosen: list[int] = []
     for _ in range(size):
         gains = _gains(product.diagonal(), inner.diagonal())

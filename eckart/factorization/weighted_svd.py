@@ -23,7 +23,7 @@ from torch import Tensor
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype, fast_device
 
 _FLOOR = 1e-12  # lower bound of a side's eigenvalues and variances ÷ the largest of each; higher in float32 (see _root)
-_WIDE = 1024  # features from which a side's root is a Cholesky factor: for fewer, that saves no time worth other bits
+_WIDE = 512  # features from which a side's root is a Cholesky factor: for fewer, that saves no time worth other bits
 _INEXACT = 1e-6  # largest bound of the relative error of its smallest eigenvalue for which it is
 
 
@@ -134,7 +134,7 @@ def _weighted_gram(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Side, Side,
 
 def _check_finite(weight: Tensor, norm: ErrorNorm) -> None:
     for name, values in (("weight", weight), ("left weighting", norm.left), ("right weighting", norm.right)):
-        if values is not None and not torch.isfinite(values).all():
+        if values is not None and not torch.stack(values.aminmax()).isfinite().all():  # no copy of all values
             raise ValueError(f"the {name} is not finite")
 
 

@@ -19,6 +19,8 @@ from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import shortened
 from eckart.model.targets import Product, Target, Tied, weight_of
 
+_TOKENS = 32  # enough to see which neurons depend on each other
+
 
 class Mlp(BaseModel):
     """An MLP: targets that compute its neurons from the same input, and the target that reads the neurons.
@@ -66,7 +68,7 @@ def find_mlps(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -
     kinds: dict[str, list[Mlp]] = {}
     for mlp in candidates:
         kinds.setdefault(re.sub(r"\b\d+\b", "#", mlp.down), []).append(mlp)
-    example = shortened(model, row_of(batch, 0))
+    example = shortened(model, row_of(batch, 0), _TOKENS)
     twice = {name: torch.cat([values, values]) for name, values in example.items()}
     independent = [_independent(model, kind, twice) for kind in kinds.values()]
     found = {mlp.down: mlp for kind in independent if kind and _run_narrower(model, kind, example) for mlp in kind}

@@ -46,8 +46,8 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
 
 
 @torch.no_grad()
-def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a batch of texts cut to 256 tokens, if `model` takes so few; any other batch is returned as it is.
+def shortened(model: nn.Module, batch: Mapping[str, Tensor], tokens: int = _ENOUGH) -> Mapping[str, Tensor]:
+    """Return a batch of texts cut to `tokens`, if `model` takes so few; any other batch is returned as it is.
 
     Each text keeps its last tokens, because the labels of the first may not count: those of a prompt, say. It also
     keeps its share of padding. All entries must have the shape of `input_ids`; if texts are padded, there may be only
@@ -55,13 +55,13 @@ def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Ten
     """
     shape, masks = batch["input_ids"].shape if "input_ids" in batch else None, masks_of(batch)
     alike = shape is not None and len(shape) == 2 and all(values.shape == shape for values in batch.values())
-    if not alike or batch["input_ids"].shape[1] <= _ENOUGH:
+    if not alike or batch["input_ids"].shape[1] <= tokens:
         return batch
     real = batch[masks[0]].ne(0) if masks else torch.ones_like(batch["input_ids"], dtype=torch.bool)
     if not real.all() and len(masks) > 1:
         return batch
-    kept = _last_tokens(real)
-    short = {name: values[kept].unflatten(0, (len(values), _ENOUGH)) for name, values in batch.items()}
+    kept = _last_tokens(real, tokens)
+    short = {name: values[kept].unflatten(0, (len(values), tokens)) for name, values in batch.items()}
     try:
         with eval_mode(model):
             model(**short)
@@ -70,19 +70,19 @@ def shortened(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Ten
     return short
 
 
-def _last_tokens(real: Tensor) -> Tensor:
-    """Return which 256 tokens of each text to keep: the last ones, and the last ones of its padding, in their shares.
+def _last_tokens(real: Tensor, tokens: int) -> Tensor:
+    """Return which `tokens` of each text to keep: the last ones, and the last ones of its padding, in their shares.
 
     Args:
         real: whether a token is no padding, `(batch, tokens)`.
     """
     counts = real.sum(1, keepdim=True)
-    most = (counts * _ENOUGH + real.shape[1] - 1) // real.shape[1]  # rounded up: a text keeps at least one token
+    most = (counts * tokens + real.shape[1] - 1) // real.shape[1]  # rounded up: a text keeps at least one token
 
     def last(chosen: Tensor, count: Tensor) -> Tensor:
         return chosen & (chosen.flip(1).cumsum(1).flip(1) <= count)
 
-    return last(real, most) | last(~real, _ENOUGH - most)
+    return last(real, most) | last(~real, tokens - most)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -75,13 +77,17 @@ class State:
 
     def at(self, price: float) -> tuple[int, float]:
         """Return cost and loss of the choice with the least loss + price · cost on the hull above the first choice."""
-        position = 0
-        while position < len(self.choices) - 1:
-            vertex = self.vertices[position]
-            if _slope(self.costs, self.losses, position, vertex) <= price:
-                break
-            position = vertex
+        corners, falls = self._hull
+        position = corners[bisect_left(falls, -price)]
         return self.costs[position], self.losses[position]
+
+    @cached_property
+    def _hull(self) -> tuple[list[int], list[float]]:
+        """Positions on the hull above the first choice, and the negative saving of each move between them."""
+        corners = [0]
+        while corners[-1] < len(self.choices) - 1:
+            corners.append(self.vertices[corners[-1]])
+        return corners, [-_slope(self.costs, self.losses, *move) for move in pairwise(corners)]
 
     def best(self, left: int) -> tuple[float, int]:
         """Return the largest loss saved per parameter by a move that costs at most `left`, and the position after it.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from eckart.model.mlps import Mlp
 from eckart.ranks.hull import State, vertices
 from eckart.ranks.mlp_ways import Way, fill
@@ -9,6 +12,20 @@ from eckart.ranks.mlp_ways import Way, fill
 
 def state(choices: list[int | None], costs: list[int], losses: list[float]) -> State:
     return State(choices, costs, losses, vertices(costs, losses))
+
+
+def test_the_choice_at_a_price_is_the_best_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 2, 5, 20):
+        costs = (1 + torch.randint(1, 9, (count,), generator=generator)).cumsum(0).tolist()
+        losses = [
+            *torch.rand(count - 1, generator=generator, dtype=torch.float64).sort(descending=True)[0].tolist(),
+            0.0,
+        ]
+        moves = state([*range(1, count), None], costs, losses)
+        for price in (0.0, 0.003, 0.02, 0.1, 1.0):
+            cost, loss = moves.at(price)
+            assert loss + price * cost == pytest.approx(min(b + price * a for a, b in zip(costs, losses, strict=True)))
 
 
 def test_a_way_whose_smallest_choice_exceeds_the_budget_is_not_chosen() -> None:
