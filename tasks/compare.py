@@ -18,10 +18,10 @@ from tasks.report.card import card
 from tasks.report.choose_candidate import CHOICE
 from tasks.report.conclusion import chosen, conclusion, dense_warning
 from tasks.report.page import page
-from tasks.report.plots import tradeoff_png
 from tasks.report.result_files import load_results
 from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import compared, to_csv, to_text
+from tasks.report.tradeoff import tradeoff_png
 from tasks.runtime.stage_runner import output, run, say, warn
 
 METRICS = Path("reports/metrics.json")

@@ -20,19 +20,14 @@ from tasks.report.frontier import frontier_svgs
 from tasks.report.goals import goal_rows
 from tasks.report.heatmap import columns, heat_maps
 from tasks.report.non_inferiority import verdict
-from tasks.report.plots import (
-    curves_svg,
-    measures_svgs,
-    predicted_and_measured,
-    predictions_read,
-    predictions_svg,
-    tradeoff_svg,
-)
+from tasks.report.predictions import predicted_and_measured, predictions_read, predictions_svg
 from tasks.report.provenance import provenance, recipes_yaml
 from tasks.report.results import Results
 from tasks.report.runtimes import runtime_rows
 from tasks.report.shipping import tiles, to_ship
 from tasks.report.table import AFTER, BEFORE, legend, notes, row_groups, zero_shot
+from tasks.report.tradeoff import tradeoff_svg
+from tasks.report.training_plots import curves_svg, measures_svgs
 from tasks.runtime.templates import template
 
 _PARTS = re.compile(r"<(pre|code|script|style)\b.*?</\1>|<[^>]*>|[^<]+", re.DOTALL)  # code, tags and text

@@ -51,6 +51,21 @@ class Point(BaseModel):
 Curve = tuple[Point, ...]
 """The points of a training curve; empty if nothing was trained."""
 
+Points = list[tuple[int, float]]
+"""Step and value."""
+
+
+def by_measure(curves: Mapping[str, Curve], with_loss: bool = True) -> dict[str, dict[str, Points]]:
+    """Return measure → name of a curve → points, for the curves that have the measure; the task loss is one, too."""
+    found: dict[str, dict[str, Points]] = {}
+    for name, curve in curves.items():
+        for point in curve:
+            loss = {"task loss": point.compared_loss} if with_loss else {}
+            for measure, value in (loss | point.measures).items():
+                found.setdefault(measure, {}).setdefault(name, []).append((point.step, value))
+    return found
+
+
 ScoredModel = tuple[str, str]
 """Key of a scored model: the name of the file with its per-example results and its name in that file.
 
@@ -199,6 +214,11 @@ class Results:
     def difference(self, model: ScoredModel, reference: ScoredModel) -> Interval:
         """Return the interval of the difference in the test metric: model minus reference."""
         return interval(self.resampled[model] - self.resampled[reference])
+
+    def bar(self, model: ScoredModel) -> tuple[float, float]:
+        """Return the interval of the difference from the original model, shifted by the original's metric for plots."""
+        ends, dense = self.difference(model, DENSE), self.metric_of(DENSE)
+        return dense + ends.low, dense + ends.high
 
     def gain(self, model: ScoredModel, reference: ScoredModel) -> int:
         """Return 1 if `model` is significantly better than the reference, -1 if significantly worse, else 0."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
-from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation, Transform
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from tasks.report.figures.plot import CONTROL, ORIGINAL, Figure, Line, Pattern, Plot, labels_of
-from tasks.report.numbers import count
-from tasks.report.plot_style import INK, MARKERS, MUTED, STYLE
+from tasks.report.plot_style import INK, MARKERS, MUTED, file_of, looks, set_ticks, tick_number
 
 Format = Literal["png", "svg"]
 
@@ -30,7 +27,7 @@ _FIXED: Mapping[str, dict[str, Any]] = {
     ORIGINAL: {"color": INK, "marker": "o", "linestyle": "-"},
     CONTROL: {"color": MUTED, "marker": ".", "linestyle": (0, (1, 1.5))},
 }
-_STYLE = STYLE | {
+_STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
     "figure.titlesize": 11,
@@ -47,66 +44,59 @@ _LARGEST = 1e250  # of what is drawn: beyond it, matplotlib's margins overflow
 
 def draw(figure: Figure, kind: Format) -> bytes:
     """Return the file of a figure."""
-    with style.context(["default", {**_STYLE, "svg.hashsalt": figure.name}]):  # otherwise ids would be random
-        canvas = _plot(figure) if isinstance(figure, Plot) else _pattern(figure)
-        file = io.BytesIO()
-        nothing = {"Software": None} if kind == "png" else dict.fromkeys(("Date", "Creator"))
-        canvas.savefig(file, format=kind, metadata=nothing)
-    return file.getvalue()
+    settings = _STYLE | {"svg.hashsalt": figure.name}  # otherwise ids would be random
+    unsaid = ["Software"] if kind == "png" else ["Date", "Creator"]
+    return file_of(lambda: _plot(figure) if isinstance(figure, Plot) else _pattern(figure), kind, settings, unsaid)
 
 
-def _canvas(panels: int, title: str, panel: tuple[float, float]) -> tuple[Canvas, int, int]:
-    """Return an empty canvas with a title, and its numbers of rows and columns."""
+def _canvas(panels: int, title: str, panel: tuple[float, float], same_y: bool = False) -> tuple[Canvas, list[Axes]]:
+    """Return a canvas with a title, and its empty panels."""
     columns = min(panels, _ACROSS)
     rows = math.ceil(panels / columns)
     canvas = Canvas(figsize=(columns * panel[0], rows * panel[1] + 0.8), layout="constrained")
     wide = round(columns * panel[0] * 10)  # characters in a line
     canvas.suptitle("\n".join(textwrap.wrap(title, wide)), x=0.01, ha="left", fontweight="bold")
-    return canvas, rows, columns
+    grid = canvas.subplots(rows, columns, squeeze=False, sharey=same_y)
+    for axes in grid.flat[panels:]:
+        axes.set_axis_off()
+    return canvas, [*grid.flat[:panels]]
 
 
 def _plot(plot: Plot) -> Canvas:
     panel = _PANEL if len(plot.panels) > 1 else _SINGLE
-    canvas, rows, columns = _canvas(len(plot.panels), plot.title, panel)
-    grid = canvas.subplots(rows, columns, squeeze=False, sharey=plot.same_y)
-    looks = _looks(plot)
-    for number, (axes, (title, lines)) in enumerate(zip(grid.flat, plot.panels.items(), strict=False)):
-        axes.set_title(title)
-        _levels(axes, plot.levels.get(title, {}))
-        together = _scale(axes, plot, lines)
-        if together:
-            axes.margins(x=0.08 + _BESIDE * len(lines) / 2 / 72 / panel[0])  # else the outer marks would be cut off
-        for position, (label, line) in enumerate(lines.items()):
-            line = _finite(line)
-            away = _BESIDE * (position - (len(lines) - 1) / 2) if together and line.low else 0.0
-            beside = ScaledTranslation(away / 72, 0, canvas.dpi_scale_trans)
-            _line(axes, plot, line, looks[label], beside)
-        if number + columns >= len(plot.panels):
-            axes.set_xlabel(plot.x)
-        if number % columns == 0:
-            axes.set_ylabel(plot.y)
-    for axes in grid.flat[len(plot.panels) :]:
-        axes.set_axis_off()
-    _legend(canvas, plot, looks, columns * panel[0])
+    canvas, grid = _canvas(len(plot.panels), plot.title, panel, plot.same_y)
+    columns = min(len(grid), _ACROSS)
+    for number, (axes, title) in enumerate(zip(grid, plot.panels, strict=True)):
+        _panel(axes, plot, title, panel[0])
+        axes.set_xlabel(plot.x if number + columns >= len(grid) else "")
+        axes.set_ylabel(plot.y if number % columns == 0 else "")
+    _legend(canvas, plot, columns * panel[0])
     return canvas
+
+
+def _panel(axes: Axes, plot: Plot, title: str, width: float) -> None:
+    lines, looks_of = plot.panels[title], _looks(plot)
+    axes.set_title(title)
+    for label, height in plot.levels.get(title, {}).items():
+        axes.axhline(min(height, _LARGEST), **_level(label))
+    together = _scale(axes, plot, lines)
+    if together:
+        axes.margins(x=0.08 + _BESIDE * len(lines) / 2 / 72 / width)  # else the outer marks would be cut off
+    for position, (label, line) in enumerate(lines.items()):
+        away = _BESIDE * (position - (len(lines) - 1) / 2) if together and line.low else 0.0
+        _line(axes, plot, _finite(line), looks_of[label], away)
 
 
 def _finite(line: Line) -> Line:
     """Return a line whose values can be drawn: a larger one, the perplexity of a collapsed model, becomes the limit."""
     parts = {"y": line.y, "low": line.low, "high": line.high}
-    return line.model_copy(
-        update={name: part and tuple(min(y, _LARGEST) for y in part) for name, part in parts.items()}
-    )
+    return line.model_copy(update={name: tuple(min(y, _LARGEST) for y in part) for name, part in parts.items() if part})
 
 
 def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return label → color, marker and dashes. Plots that have the same `order` give its labels the same look."""
     free = [label for label in dict.fromkeys([*plot.order, *labels_of(plot)]) if label not in _FIXED]
-    looks = {
-        label: {"color": color, "marker": marker, "linestyle": dashes}
-        for label, color, marker, dashes in zip(free, cycle(_COLORS), cycle(MARKERS), cycle(_DASHES), strict=False)
-    }
-    return {**looks, **_FIXED}
+    return {**looks(free, color=_COLORS, marker=MARKERS, linestyle=_DASHES), **_FIXED}
 
 
 def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +104,12 @@ def _look(plot: Plot, look: Mapping[str, Any]) -> dict[str, Any]:
     return {**look, "marker": look["marker"] if plot.marks else None, "linestyle": dashes}
 
 
-def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: Transform) -> None:
-    """Draw a line, shifted by the transform `beside`.
+def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], away: float) -> None:
+    """Draw a line, shifted to the right by some points of the page.
 
     Matplotlib leaves shifted lines out of the limits of the axes, so their points are added here.
     """
+    beside = ScaledTranslation(away / 72, 0, axes.figure.dpi_scale_trans)
     place: dict[str, Any] = {"transform": axes.transData + beside}
     shown = _look(plot, look) if len(line.x) > 1 else look
     if plot.steps:
@@ -136,11 +127,6 @@ def _line(axes: Axes, plot: Plot, line: Line, look: Mapping[str, Any], beside: T
     axes.autoscale_view()
 
 
-def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
-    for label, height in levels.items():
-        axes.axhline(min(height, _LARGEST), **_level(label))
-
-
 def _level(label: str) -> dict[str, Any]:
     dashes = _FIXED[CONTROL]["linestyle"] if label == CONTROL else (0, (4, 2))
     return {"color": MUTED, "linewidth": 1, "linestyle": dashes}
@@ -156,21 +142,19 @@ def _scale(axes: Axes, plot: Plot, lines: Mapping[str, Line]) -> bool:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=bool(xs) and all(x == round(x) for x in xs)))
     if not xs or xs[-1] > 1e-3:  # else matplotlib writes a power of ten once, at the end of the axis
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else count(value)))
+        axes.xaxis.set_major_formatter(lambda value, _: tick_number(value, 4))
     if plot.logarithmic:
         axes.set_yscale("log")
         ys = [y for line in lines.values() for y in line.y if y > 0]
         few = bool(ys) and max(ys) < 1000 * min(ys)  # decades, so that there is room for numbers between them
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else count(value)))
+        set_ticks(axes.yaxis, LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)), tick_number)
     return together
 
 
-def _legend(canvas: Canvas, plot: Plot, looks: Mapping[str, Mapping[str, Any]], width: float) -> None:
+def _legend(canvas: Canvas, plot: Plot, width: float) -> None:
     """Draw the legend below the plot, unless it would have one entry."""
-    entry = partial(Line2D, [], [])
-    handles = [entry(label=label, **_look(plot, looks[label])) for label in labels_of(plot)]
+    entry, looks_of = partial(Line2D, [], []), _looks(plot)
+    handles = [entry(label=label, **_look(plot, looks_of[label])) for label in labels_of(plot)]
     levels = dict.fromkeys(chain.from_iterable(plot.levels.values()))
     handles += [entry(label=label, **_level(label)) for label in levels]
     if len(handles) > 1:
@@ -182,9 +166,8 @@ def _legend(canvas: Canvas, plot: Plot, looks: Mapping[str, Mapping[str, Any]], 
 def _pattern(pattern: Pattern) -> Canvas:
     shapes = [mask.shape for mask in pattern.panels.values()]
     tall = max(height / width for height, width in shapes)
-    canvas, rows, columns = _canvas(len(pattern.panels), pattern.title, (3.1, 3.1 * min(tall, 2)))
-    grid = canvas.subplots(rows, columns, squeeze=False)
-    for axes, (title, mask) in zip(grid.flat, pattern.panels.items(), strict=False):
+    canvas, grid = _canvas(len(pattern.panels), pattern.title, (3.1, 3.1 * min(tall, 2)))
+    for axes, (title, mask) in zip(grid, pattern.panels.items(), strict=True):
         axes.imshow(mask, cmap="Greys", vmin=0, vmax=1, aspect="equal", interpolation="antialiased", rasterized=True)
         axes.set(title=title, xlabel="input", ylabel="output (row)")
         axes.grid(visible=False)
@@ -192,6 +175,4 @@ def _pattern(pattern: Pattern) -> Canvas:
             side.set_visible(True)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(4, integer=True))
-    for axes in grid.flat[len(pattern.panels) :]:
-        axes.set_axis_off()
     return canvas

@@ -31,13 +31,16 @@ from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.paths import COMPARISON_PAGE, COMPARISON_PICTURE, COMPARISON_TABLE, COMPARISON_TEXT
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.report import conclusion, frontier, heatmap, numbers, plots, shipping, target_names
+from tasks.report import conclusion, frontier, heatmap, numbers, shipping, target_names
 from tasks.report.card import card
 from tasks.report.choose_candidate import Chosen
+from tasks.report.predictions import predictions_read, predictions_svg
 from tasks.report.result_files import load_results
 from tasks.report.results import CONTROL, DENSE, Results
 from tasks.report.runtimes import TITLES, runtime_rows
 from tasks.report.table import RESAMPLES, row, to_csv
+from tasks.report.tradeoff import tradeoff_svg
+from tasks.report.training_plots import measures_svgs
 from tests.flows import forked
 from tests.workspace import repository_params
 
@@ -525,19 +528,19 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
     """In a panel for each recipe that has both; a target that loses nothing has no place on the scales."""
     targets = bert_like(1)
     make_study(["svd", "kfac"], [0.5], targets)
-    assert plots.predictions_svg(load_results()) is None
+    assert predictions_svg(load_results()) is None
     rising, falling = (
         dict(zip(targets, losses, strict=True)) for losses in ([0.0, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
     )
     make_candidate("svd", 0.5, targets, 0.7, measured=rising)
     make_candidate("kfac", 0.5, targets, 0.7, measured=falling)
     found = load_results()
-    assert {"svd", "kfac"} <= set(titles(plots.predictions_svg(found) or ""))
-    assert "svd 1.00, kfac -1.00" in " ".join(plots.predictions_read(found))
+    assert {"svd", "kfac"} <= set(titles(predictions_svg(found) or ""))
+    assert "svd 1.00, kfac -1.00" in " ".join(predictions_read(found))
     params = json.loads(Path("params.yaml").read_text())
     params["recipes"]["kfac"] = params["recipes"]["kfac"] | {"weighting": {"kind": "kfac"}}
     write("params.yaml", params)  # now in nats: 0.4 for 0.1, 0.3 for 0.2, 0.2 for 0.3, 0.1 for 0.4
-    first, second = plots.predictions_read(load_results())
+    first, second = predictions_read(load_results())
     assert first.startswith(
         "kfac: the measured loss is 1.1 times the predicted one at the median, and larger at 2 of 4"
     )
@@ -554,8 +557,8 @@ def test_one_predicted_loss_has_axes_and_a_sentence_of_numbers(workspace: Path) 
     write("params.yaml", params)
     found = load_results()
     predicted = next(iter(found.named("kfac-0.5").decision.predicted_loss.values()))  # type: ignore[union-attr]
-    assert plots.predictions_svg(found)
-    (sentence,) = plots.predictions_read(found)
+    assert predictions_svg(found)
+    (sentence,) = predictions_read(found)
     assert f"is {0.1 / predicted:.1f} times" in sentence
     assert "nan" not in sentence
 
@@ -566,13 +569,13 @@ def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) ->
     assert [point.compared_loss for point in both.curve] == [1, 1 / 2, 1 / 3]  # without what the method adds
     assert [point.measures for point in both.curve] == [{"rows": 0.3}] * 3
     assert (svd.curve[1].compared_loss, svd.curve[1].measures) == (1 / 2, {})
-    made = plots.measures_svgs(load_results(), "search_curve")
+    made = measures_svgs(load_results(), "search_curve")
     assert list(made) == ["ars", "both"]
     assert titles(made["ars"]) == ["task loss", "R", "R_align"]
     assert titles(made["both"]) == ["task loss", "remaining", "kept"]
     assert re.findall(r"keep [\d.]+", made["ars"]) == ["keep 0.5", "keep 0.25"]
     assert re.findall(r"keep [\d.]+", made["both"]) == ["keep 0.5"]
-    assert titles(plots.measures_svgs(load_results(), "curve")["both"]) == ["rows"]
+    assert titles(measures_svgs(load_results(), "curve")["both"]) == ["rows"]
     compare.compare()
     assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
         "R",
@@ -593,7 +596,7 @@ def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
     measures = {f"measure_{number}": 10.0**number for number in (-9, -4, 0, 2, 4, 9)}  # with the others, two full rows
     make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
     make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
-    shown = titles(plots.measures_svgs(load_results(), "search_curve")["ars"])
+    shown = titles(measures_svgs(load_results(), "search_curve")["ars"])
     assert shown == ["task loss", *measures, HOSTILE]
 
 
@@ -744,12 +747,12 @@ def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: 
 def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
     make_study(["svd"], [0.5], ["map"])
     make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
-    assert "accuracy on test examples" in titles(plots.tradeoff_svg(load_results()))
+    assert "accuracy on test examples" in titles(tradeoff_svg(load_results()))
 
 
 def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
     make_perplexities(20.0, svd=(130_000.0, 40.0), kfac=(25.0, 22.0))
-    ticks = ticks_of(plots.tradeoff_svg(load_results()))
+    ticks = ticks_of(tradeoff_svg(load_results()))
     assert {20.0, 30.0, 100.0, 1000.0, 10_000.0, 100_000.0} <= set(ticks)
     bottom, top = ticks[20.0], ticks[100_000.0]
     assert (ticks[50.0] - bottom) / (top - bottom) > 0.45
@@ -820,7 +823,7 @@ def test_a_legend_is_in_its_picture(workspace: Path, count: int, letters: int, m
     make_study([f"r{number}".ljust(letters, "x") for number in range(count)], [0.5], ["map"])
     for narrow in (False, True):
         with contextlib.suppress(AttributeError, IndexError, ValueError):  # nothing was written
-            plots.tradeoff_svg(load_results(), narrow)
+            tradeoff_svg(load_results(), narrow)
     assert len(kept) == 2
     for figure in kept:
         figure.draw_without_rendering()
