@@ -72,6 +72,6 @@ def _lines(rows: pd.DataFrame, step: str) -> dict[str, Line]:
     """Return recipe → mean over seeds of a metric over the tasks' numbers; several keeps of a task are averaged."""
     means = rows.groupby(["recipe", "number"], sort=False)[step].mean()
     return {
-        str(recipe): Line(x=tuple(own.index.get_level_values("number")), y=tuple(own.tolist()))
+        str(recipe): Line.through(own.index.get_level_values("number"), own)
         for recipe, own in means.groupby("recipe", sort=False)
     }

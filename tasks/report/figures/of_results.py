@@ -17,7 +17,7 @@ from tasks.report.figures.plot import CONTROL, ORIGINAL, Line, Plot
 from tasks.report.perplexity_scale import spans_widely
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
-from tasks.report.results import CandidateResults, Curve, Results
+from tasks.report.results import CandidateResults, Curve, Results, by_measure
 from tasks.report.target_names import kind_in_layer, short
 
 _KEEP = "keep (share of target parameters)"
@@ -35,6 +35,14 @@ def plots_of(results: Results) -> list[Plot]:
         _trainings,
     )
     return [plot for maker in makers for plot in maker(results)]
+
+
+def _plot(
+    results: Results, name: str, title: str, axes: tuple[str, str], panels: dict[str, dict[str, Line]], **more: Any
+) -> Plot:
+    """Return a plot with the titles `axes` of x and y; `more` are further attributes, such as levels."""
+    settings = {"order": results.recipes, **more}
+    return Plot(name=name, title=f"{results.name}: {title}", x=axes[0], y=axes[1], panels=panels, **settings)
 
 
 def _scores_over_keep(results: Results) -> Iterator[Plot]:
@@ -58,35 +66,22 @@ def _scores(
     """Return a metric over `x`, with the interval of its difference from the original model around it."""
     present = (each for each in candidates if getattr(each, step) is not None)
     scored = sorted(present, key=lambda each: (float(each.keep), x(each)))  # measured x may differ in order by seed
-    dense = results.metric_of(DENSE_MODEL)
-    ends = [results.difference((each.name, step), DENSE_MODEL) for each in scored]
-    return Line(
-        x=tuple(x(each) for each in scored),
-        y=tuple(getattr(each, step) for each in scored),
-        low=tuple(dense + each.low for each in ends),
-        high=tuple(dense + each.high for each in ends),
-    )
+    metrics = (getattr(each, step) for each in scored)
+    return Line.through(map(x, scored), metrics, (results.bar((each.name, step)) for each in scored))
 
 
 def _score_plot(results: Results, name: str, when: str, lines: dict[str, Line], x: str, control: bool = True) -> Plot:
     metric, levels = results.metric, {ORIGINAL: results.metric_of(DENSE_MODEL)}
     levels |= {CONTROL: results.metric_of(CONTROL_MODEL)} if control else {}
     values = [*levels.values(), *(y for line in lines.values() for y in line.y)]
-    return Plot(
-        name=name,
-        title=f"{results.name}: {metric.title} {when}",
-        x=x,
-        y=f"{metric.with_direction}, test",
-        panels={"": lines},
-        levels={"": levels},
-        order=results.recipes,
-        logarithmic=spans_widely(metric, values),
-    )
+    more = {"levels": {"": levels}, "logarithmic": spans_widely(metric, values)}
+    return _plot(results, name, f"{metric.title} {when}", (x, f"{metric.with_direction}, test"), {"": lines}, **more)
 
 
 def _shaped_over_remaining(results: Results) -> Iterator[Plot]:
     """LPAF, figure of section 3.2: score and mean rank of pruned weights over their share, beside factorized ones."""
     shaped = [recipe for recipe in results.recipes if results.settings.recipes[recipe].get("shaping")]
+    labels = {recipe: f"{recipe}, pruned only" if recipe in shaped else recipe for recipe in results.recipes}
     score, rank = results.metric.title, "mean rank"
     panels: dict[str, dict[str, Line]] = {score: {}, rank: {}}
     for recipe in results.recipes:
@@ -94,23 +89,17 @@ def _shaped_over_remaining(results: Results) -> Iterator[Plot]:
         by_share = {_share_left(results, each): each for each in own}
         if len(by_share) < 2:
             continue
-        x = tuple(sorted(by_share))
+        x = sorted(by_share)
         at = [by_share[share] for share in x]
-        label = f"{recipe}, pruned only" if recipe in shaped else recipe
-        scores = tuple(each.recovered if each.shaped is None else each.shaped for each in at)
-        panels[score][label] = Line(x=x, y=scores)
-        panels[rank][label] = Line(x=x, y=tuple(_mean_rank(results, each) for each in at))
-    if not any(label.endswith("pruned only") for label in panels[score]):
+        scores = (each.recovered if each.shaped is None else each.shaped for each in at)
+        panels[score][labels[recipe]] = Line.through(x, scores)
+        panels[rank][labels[recipe]] = Line.through(x, (_mean_rank(results, each) for each in at))
+    if not any(labels[recipe] in panels[score] for recipe in shaped):
         return
-    yield Plot(
-        name="pruned-over-remaining",
-        title=f"{results.name}: pruning and ranks",
-        x="share of target weights left",
-        y="",
-        panels=panels,
-        levels={score: {ORIGINAL: results.metric_of(DENSE_MODEL)}, rank: {"full rank": results.full_rank}},
-        order=tuple(f"{recipe}, pruned only" if recipe in shaped else recipe for recipe in results.recipes),
-        same_y=False,
+    levels = {score: {ORIGINAL: results.metric_of(DENSE_MODEL)}, rank: {"full rank": results.full_rank}}
+    more = {"levels": levels, "order": tuple(labels.values()), "same_y": False}
+    yield _plot(
+        results, "pruned-over-remaining", "pruning and ranks", ("share of target weights left", ""), panels, **more
     )
 
 
@@ -185,26 +174,15 @@ def _size_and_speed(results: Results) -> Iterator[Plot]:
     panels: dict[str, dict[str, Line]] = {memory: {}, speed: {}}
     for recipe in results.recipes:
         at = sorted(results.of(recipe), key=lambda each: float(each.keep))
-        x = tuple(float(each.keep) for each in at)
-        shares = tuple(100 * each.evaluation.size.bytes / results.dense.size.bytes for each in at)
+        x = [float(each.keep) for each in at]
         speedups = [each.benchmark.speedup for each in at]
-        panels[memory][recipe] = Line(x=x, y=shares)
-        panels[speed][recipe] = Line(
-            x=x,
-            y=tuple(each.median for each in speedups),
-            low=tuple(each.low for each in speedups),
-            high=tuple(each.high for each in speedups),
+        panels[memory][recipe] = Line.through(
+            x, (100 * each.evaluation.size.bytes / results.dense.size.bytes for each in at)
         )
-    yield Plot(
-        name="size-and-speed",
-        title=f"{results.name}: memory and speed",
-        x=_KEEP,
-        y="",
-        panels=panels,
-        levels={memory: {ORIGINAL: 100.0}, speed: {ORIGINAL: 1.0}},
-        order=results.recipes,
-        same_y=False,
-    )
+        ends = ((each.low, each.high) for each in speedups)
+        panels[speed][recipe] = Line.through(x, (each.median for each in speedups), ends)
+    levels = {memory: {ORIGINAL: 100.0}, speed: {ORIGINAL: 1.0}}
+    yield _plot(results, "size-and-speed", "memory and speed", (_KEEP, ""), panels, levels=levels, same_y=False)
 
 
 def _ranks_by_layer(results: Results) -> Iterator[Plot]:
@@ -222,20 +200,11 @@ def _ranks_by_layer(results: Results) -> Iterator[Plot]:
             title = f"{stacks[stack]} {kinds[kind]}" if len(stacks) > 1 and stack else kinds[kind]
             x = sorted(layers)
             panels[title] = {
-                each.recipe: Line(
-                    x=tuple(map(float, x)),
-                    y=tuple(fmean(_rank(results, each, name) for name in layers[layer]) for layer in x),
-                )
+                each.recipe: Line.through(x, (fmean(_rank(results, each, name) for name in layers[at]) for at in x))
                 for each in results.at(keep)
             }
-        yield Plot(
-            name=f"ranks-by-layer-{keep}",
-            title=f"{results.name}: ranks at keep {keep} (dense layers: the full rank)",
-            x="layer",
-            y="rank",
-            panels=panels,
-            order=results.recipes,
-        )
+        title = f"ranks at keep {keep} (dense layers: the full rank)"
+        yield _plot(results, f"ranks-by-layer-{keep}", title, ("layer", "rank"), panels)
 
 
 def _trainings(results: Results) -> Iterator[Plot]:
@@ -250,27 +219,12 @@ def _trainings(results: Results) -> Iterator[Plot]:
 
 
 def _training(results: Results, name: str, title: str, curves: dict[str, Curve]) -> Iterator[Plot]:
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for label, curve in curves.items():
-        for point in curve:
-            for measure, value in {"task loss": point.compared_loss, **point.measures}.items():
-                panels.setdefault(measure, {}).setdefault(label, []).append((float(point.step), value))
+    panels = by_measure(curves)
     if not any(label != CONTROL for label in panels.get("task loss", {})):
         return
     single = len(panels) == 1
-    yield Plot(
-        name=name,
-        title=f"{results.name}: {title}",
-        x="step",
-        y="task loss" if single else "",
-        panels={
-            "" if single else measure: {
-                label: Line(x=tuple(x for x, _ in points), y=tuple(y for _, y in points))
-                for label, points in lines.items()
-            }
-            for measure, lines in panels.items()
-        },
-        order=results.recipes,
-        same_y=False,
-        marks=False,
-    )
+    drawn = {
+        "" if single else measure: {label: Line.through(*zip(*points, strict=True)) for label, points in lines.items()}
+        for measure, lines in panels.items()
+    }
+    yield _plot(results, name, title, ("step", "task loss" if single else ""), drawn, same_y=False, marks=False)

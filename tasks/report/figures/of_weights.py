@@ -80,18 +80,17 @@ def spectra(study: str, weights: Weights, order: tuple[str, ...]) -> Iterator[Fi
 
 
 def _values(values: np.ndarray) -> Line:
-    return Line(x=tuple(map(float, range(1, len(values) + 1))), y=tuple(values.tolist()))
+    return Line.through(range(1, len(values) + 1), values)
 
 
 def _shares(values: np.ndarray) -> Line:
     part = np.concatenate([[0.0], np.cumsum(values)])
-    x = np.linspace(0, 100, len(part))
-    return Line(x=tuple(x.tolist()), y=tuple((100 * part / part[-1]).tolist()))
+    return Line.through(np.linspace(0, 100, len(part)), 100 * part / part[-1])
 
 
 def _errors(values: np.ndarray) -> Line:
     rest = np.concatenate([np.cumsum(values[::-1] ** 2)[::-1], [0.0]])  # Σ_{k>r} s_k² for r = 0, 1, …
-    return Line(x=tuple(map(float, range(len(rest)))), y=tuple(np.sqrt(rest).tolist()))
+    return Line.through(range(len(rest)), np.sqrt(rest))
 
 
 def pattern(study: str, weights: Weights) -> Pattern:
@@ -164,7 +163,7 @@ def score_histogram(study: str, keep: str, scores: Mapping[str, Mapping[str, Ten
 
 def _histogram(values: np.ndarray, edges: np.ndarray) -> Line:
     counts = np.histogram(values, edges)[0]
-    return Line(x=tuple(edges.tolist()), y=(*map(float, counts), float(counts[-1])))
+    return Line.through(edges, [*counts, counts[-1]])
 
 
 def _panels(layers: Iterable[str]) -> Iterator[tuple[str, str]]:

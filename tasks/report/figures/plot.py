@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, stdev
@@ -23,6 +23,12 @@ class Line(BaseModel):
     y: tuple[float, ...]
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
+
+    @classmethod
+    def through(cls, x: Iterable[float], y: Iterable[float], ends: Iterable[tuple[float, float]] = ()) -> Line:
+        """Make the line through points; `ends` are those of the interval of each y."""
+        low, high = [*zip(*ends, strict=True)] or (None, None)
+        return cls(x=tuple(map(float, x)), y=tuple(map(float, y)), low=low, high=high)
 
 
 class Plot(BaseModel):
@@ -106,15 +112,9 @@ def _common(
 
 
 def _mean(lines: Sequence[Line]) -> Line:
-    xs = [fmean(values) for values in zip(*(line.x for line in lines), strict=False)]
-    ys = [*zip(*(line.y for line in lines), strict=False)]
-    middle, spread = [fmean(values) for values in ys], [stdev(values) for values in ys]
-    return Line(
-        x=tuple(xs),
-        y=tuple(middle),
-        low=tuple(y - half for y, half in zip(middle, spread, strict=True)),
-        high=tuple(y + half for y, half in zip(middle, spread, strict=True)),
-    )
+    xs, ys = ([*zip(*points, strict=False)] for points in zip(*((line.x, line.y) for line in lines), strict=True))
+    means = [(fmean(values), stdev(values)) for values in ys]
+    return Line.through(map(fmean, xs), (y for y, _ in means), ((y - half, y + half) for y, half in means))
 
 
 def labels_of(plot: Plot) -> list[str]:
