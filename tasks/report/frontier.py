@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Literal, TypeVar
+from itertools import chain, pairwise, product
+from typing import Literal, TypeVar, get_args
 
 from markupsafe import Markup, escape
 from matplotlib.ticker import MaxNLocator
@@ -32,26 +32,26 @@ _FAR = 4  # largest distance of an important mark's label from its mark, in line
 _MANTISSAS = (1.0, 2.0, 5.0, 1.5, 3.0, 7.0)  # of ticks, the roundest first
 _SHORT: dict[Runtime, str] = {"torch": "", "onnx": " onnx", "int8": " int8"}
 
+_NAMES = {"dense": "original", CONTROL_EXPORT: "control"}
+
 Item = TypeVar("Item")
 Cost = Literal["size", "time"]
+Kind = Literal["shipped", "original", "best", "other"]
+"""Kind of a mark; the most important first."""
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 
 
 @dataclass
 class _Mark:
-    """A file in the picture. Its rank orders the marks: those of low rank get their places first."""
+    """A file in the picture."""
 
     run: RuntimeResult
     label: str
     cost: float
-    kind: Literal["shipped", "original", "best", "other"]
+    kind: Kind
     x: float = 0.0
     y: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        return ("shipped", "original", "best", "other").index(self.kind)
 
 
 def frontier_svgs(results: Results, cost: Cost) -> Markup:
@@ -94,30 +94,31 @@ def _cost(run: RuntimeResult, cost: Cost) -> float:
 class _Picture:
     def __init__(self, results: Results, cost: Cost, name: str, width: int, height: int) -> None:
         self.results, self.cost, self.name, self.width, self.height = results, cost, name, width, height
-        shipped, self.best = to_ship(results).run, on_frontier(results, cost)
-        originals = {"dense": "original", CONTROL_EXPORT: "control"}
-        self.marks = []
-        for run in _runs(results, cost):
-            kind: Literal["shipped", "original", "best", "other"] = "best" if run in self.best else "other"
-            kind = "shipped" if run == shipped else "original" if run.model in originals else kind
-            label = originals.get(run.model, run.model) + _SHORT[run.runtime]
-            self.marks.append(_Mark(run, label, _cost(run, cost), kind))
-        self.marks.sort(key=lambda mark: (mark.rank, -results.metric.goodness(mark.run.metric)))
-        self.taken: list[Box] = []
-        self.scale = self._scale()
-        for mark in self.marks:
-            self._place(mark)
-        self.bottom = height - _BOTTOM
-
-    def _scale(self) -> Callable[[float], float]:
-        """Set the limits of both axes, and return the function that maps a metric to its height on the page."""
-        ends = [value for mark in self.marks for value in self._bar(mark)]
-        values = [*(mark.run.metric for mark in self.marks), *ends]
-        stretch: Callable[[float], float] = float
-        self.ticks: list[float]
+        self.best, self.bottom = on_frontier(results, cost), height - _BOTTOM
+        self.marks = sorted(self._marks(to_ship(results).run), key=self._urgency)
         costs = [math.log(mark.cost) for mark in self.marks]
         margin = 0.06 * (max(costs) - min(costs)) or 0.1
         self.costs = min(costs) - margin, max(costs) + margin
+        self.scale = self._scale()
+        self.taken: list[Box] = []
+        for mark in self.marks:
+            self._place(mark)
+
+    def _marks(self, shipped: RuntimeResult) -> Iterator[_Mark]:
+        for run in _runs(self.results, self.cost):
+            kind: Kind = "original" if run.model in _NAMES else "best" if run in self.best else "other"
+            label = _NAMES.get(run.model, run.model) + _SHORT[run.runtime]
+            yield _Mark(run, label, _cost(run, self.cost), "shipped" if run == shipped else kind)
+
+    def _urgency(self, mark: _Mark) -> tuple[int, float]:
+        """Return a sort key: the marks that come first get the best places."""
+        return get_args(Kind).index(mark.kind), -self.results.metric.goodness(mark.run.metric)
+
+    def _scale(self) -> Callable[[float], float]:
+        """Choose the ticks of the metric's axis, and return the function that maps a metric to its height."""
+        values = [value for mark in self.marks for value in (mark.run.metric, *self._bar(mark))]
+        stretch: Callable[[float], float] = float
+        self.ticks: list[float]
         if spans_widely(self.results.metric, values):
             scale = ScaleOfDense(self.results.metric_of(DENSE))
             low, high = scale.limits(values)
@@ -137,31 +138,25 @@ class _Picture:
 
     def _bar(self, mark: _Mark) -> tuple[float, ...]:
         """Return the ends of the interval of the difference from the original model, for the important files."""
-        if mark.kind in ("original", "other"):
-            return ()
-        ends, dense = self.results.difference(mark.run.scored, DENSE), self.results.metric_of(DENSE)
-        return dense + ends.low, dense + ends.high
+        return () if mark.kind in ("original", "other") else self.results.bar(mark.run.scored)
 
     def _place(self, mark: _Mark) -> None:
-        """Give a mark its place: beside the others where it would overlap one."""
-        mark.y, there, step = self.scale(mark.run.metric), self._x(mark.cost), 2 * _RADIUS + 2
-        reach = _RADIUS + 1
-        for number in range(len(self.marks) * 2):
-            mark.x = there + step * ((number + 1) // 2) * (-1) ** number
-            box = mark.x - reach, mark.y - reach, mark.x + reach, mark.y + reach
-            inside = box[0] > _LEFT and box[2] < self.width
-            if inside and self._free(box):
-                break
-        else:  # no place is free
-            mark.x = there
-            box = mark.x - reach, mark.y - reach, mark.x + reach, mark.y + reach
-        self.taken.append(box)
+        """Give a mark its place: beside the others where it would overlap one, if there is room."""
+        mark.y, there, step, reach = self.scale(mark.run.metric), self._x(mark.cost), 2 * _RADIUS + 2, _RADIUS + 1
+
+        def box(x: float) -> Box:
+            return x - reach, mark.y - reach, x + reach, mark.y + reach
+
+        places = (there + step * ((number + 1) // 2) * (-1) ** number for number in range(len(self.marks) * 2))
+        mark.x = next((x for x in places if self._free(box(x))), there)
+        self.taken.append(box(mark.x))
         if bar := self._bar(mark):
             top, bottom = sorted(map(self.scale, bar))
             self.taken.append((mark.x - 2, top, mark.x + 2, bottom))
 
     def _free(self, box: Box) -> bool:
-        return not any(
+        """Return whether a box lies between the sides of the picture, and overlaps nothing."""
+        return (box[0] > _LEFT and box[2] < self.width) and not any(
             box[0] < right and left < box[2] and box[1] < bottom and top < box[3]
             for left, top, right, bottom in self.taken
         )
@@ -170,43 +165,38 @@ class _Picture:
         """Return the place and the anchor of a mark's label, or None if there is no room for it."""
         long, gap = _LETTER * len(mark.label), _RADIUS + 5
         lines = range(_FAR + 1 if mark.kind != "other" else 2)
-        for line, sign, (side, anchor) in product(lines, (1, -1), ((1, "start"), (-1, "end"))):
-            x, y = mark.x + side * gap, mark.y - sign * line * _LINE
-            left = x if anchor == "start" else x - long
+        sides = product(lines, (1, -1), ((gap, "start"), (-gap, "end")))
+        beside = ((mark.x + away, mark.y - sign * line * _LINE, anchor) for line, sign, (away, anchor) in sides)
+        over = ((mark.x, mark.y + away, "middle") for away in (-gap - _LINE / 2, gap + _LINE / 2))
+        for x, y, anchor in chain(beside, over):
+            left = x - {"start": 0.0, "middle": long / 2, "end": long}[anchor]
             box = left, y - _LINE / 2, left + long, y + _LINE / 2
-            if left > _LEFT and left + long < self.width and box[1] > 0 and box[3] < self.bottom and self._free(box):
+            if box[1] > 0 and box[3] < self.bottom and self._free(box):
                 self.taken.append(box)
                 return x, y, anchor
-        for y in (mark.y - gap - _LINE / 2, mark.y + gap + _LINE / 2):
-            box = mark.x - long / 2, y - _LINE / 2, mark.x + long / 2, y + _LINE / 2
-            if box[0] > _LEFT and box[2] < self.width and box[1] > 0 and box[3] < self.bottom and self._free(box):
-                self.taken.append(box)
-                return mark.x, y, "middle"
         return None
 
     def svg(self) -> Markup:
         title = f"{self.results.metric.title} of every file against its {self.cost}"
         shape = f'viewBox="0 0 {self.width} {self.height}"'
-        parts = [f'<svg class="{self.name}" {shape} role="img" aria-label="{escape(title)}">']
-        parts += self._axes()
-        parts += self._line()
-        self.taken += self._lines()
+        parts = [f'<svg class="{self.name}" {shape} role="img" aria-label="{escape(title)}">', *self._axes()]
+        parts.append(self._frontier())
+        self.taken += self._levels()
         labels = [self._label(mark) for mark in self.marks]
-        for mark, label in zip(self.marks, labels, strict=True):
-            parts.append(self._drawn(mark, label))
+        parts += [self._drawn(mark, label) for mark, label in zip(self.marks, labels, strict=True)]
         return Markup("\n".join([*parts, "</svg>"]))
 
     def _axes(self) -> Iterator[str]:
         for tick in self.ticks:
             y = self.scale(tick)
-            yield f'<line class="grid" x1="{_LEFT}" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            yield _line("grid", _LEFT, y, self.width, y)
             yield _text(_LEFT - 8, y, "end", self.tick(tick), "tick")
         for x, text in self._cost_ticks():
             yield _text(x, self.bottom + 16, "middle", text, "tick")
         axis = "size of the weights" if self.cost == "size" else "time ÷ the original’s in torch"
         yield _text(self.width, self.bottom + 38, "end", f"{axis}, logarithmic", "axis")
         dense = self.scale(self.results.metric_of(DENSE))
-        yield f'<line class="original" x1="{_LEFT}" x2="{self.width}" y1="{dense:.1f}" y2="{dense:.1f}"/>'
+        yield _line("original", _LEFT, dense, self.width, dense)
 
     def _cost_ticks(self) -> list[tuple[float, str]]:
         """Return place and text of the ticks: round numbers of a logarithmic axis, or of an even one if it is short."""
@@ -228,50 +218,53 @@ class _Picture:
                 placed.append((x, half))
                 yield x, text(value)
 
-    def _lines(self) -> Iterator[Box]:
+    def _steps(self) -> list[tuple[float, float]]:
+        """Return where each level of the frontier starts, and its height."""
+        return [(self._x(_cost(run, self.cost)), self.scale(run.metric)) for run in self.best]
+
+    def _frontier(self) -> str:
+        """Return the frontier: the best metric of all files that cost at most as much."""
+        steps = self._steps()
+        path = "".join(f"H{x:.1f}V{y:.1f}" for x, y in steps)
+        return f'<path class="frontier" d="M{steps[0][0]:.1f} {self.bottom:.1f}{path}H{self.width}"/>'
+
+    def _levels(self) -> Iterator[Box]:
         """Yield the boxes of the frontier's levels and of the original model's, where no label may lie."""
-        starts = [self._x(_cost(run, self.cost)) for run in self.best]
-        levels = [self.scale(run.metric) for run in self.best]
-        for start, end, y in zip(starts, [*starts[1:], float(self.width)], levels, strict=True):
+        for (start, y), (end, _) in pairwise([*self._steps(), (float(self.width), 0.0)]):
             yield start, y - 1, end, y + 1
         y = self.scale(self.results.metric_of(DENSE))
         yield _LEFT, y - 1, self.width, y + 1
 
-    def _line(self) -> Iterator[str]:
-        """Yield the frontier: the best metric of all files that cost at most as much."""
-        path = f"M{self._x(_cost(self.best[0], self.cost)):.1f} {self.bottom:.1f}"
-        for run in self.best:
-            path += f"H{self._x(_cost(run, self.cost)):.1f}V{self.scale(run.metric):.1f}"
-        yield f'<path class="frontier" d="{path}H{self.width}"/>'
-
     def _drawn(self, mark: _Mark, label: tuple[float, float, str] | None) -> str:
         run, x, y = mark.run, mark.x, mark.y
-        ends = self.results.difference(run.scored, DENSE)
-        told = [
-            f"{mark.label} in {TITLES[run.runtime]}: {self.results.metric.title} {score(run.metric)}",
-            size(run.bytes),
-            f"{times(1 / _cost(run, 'time'))} as fast as the original in torch",
-        ]
-        if run.scored != DENSE:
-            told.insert(1, f"{between(ends.low, ends.high, run.metric)} vs. original")
-        parts = [f"<title>{escape('; '.join(told))}</title>"]
+        parts = [f"<title>{escape(self._told(run, mark.label))}</title>"]
+        if label and abs(label[1] - y) >= _LINE and label[2] != "middle":  # a line leads from the mark to its label
+            parts.append(_line("leader", x, y, *label[:2]))
         if bar := self._bar(mark):
             top, bottom = sorted(map(self.scale, bar))
-            parts.append(f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>')
+            parts.append(_line("bar", x, top, x, bottom))
         if run.runtime == "torch":
             parts.append(f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS - 1}"/>')
         else:
             parts.append(f'<path class="mark file" d="M{x:.1f} {y - _RADIUS:.1f}l5 5l-5 5l-5-5z"/>')
         if label:
-            if abs(label[1] - y) >= _LINE and label[2] != "middle":  # a line leads from the mark to its label
-                parts.insert(
-                    1, f'<line class="leader" x1="{x:.1f}" x2="{label[0]:.1f}" y1="{y:.1f}" y2="{label[1]:.1f}"/>'
-                )
             parts.append(_text(*label, mark.label, "label"))
         inside = "".join(parts)
-        if run.model not in ("dense", CONTROL_EXPORT):
+        if run.model not in _NAMES:
             inside = f'<a href="#{escape(run.model)}">{inside}</a>'
         return f'<g class="{mark.kind}">{inside}</g>'
+
+    def _told(self, run: RuntimeResult, label: str) -> str:
+        """Say what pointing at a mark shows."""
+        told = [f"{label} in {TITLES[run.runtime]}: {self.results.metric.title} {score(run.metric)}"]
+        if run.scored != DENSE:
+            ends = self.results.difference(run.scored, DENSE)
+            told.append(f"{between(ends.low, ends.high, run.metric)} vs. original")
+        return "; ".join([*told, size(run.bytes), f"{times(1 / _cost(run, 'time'))} as fast as the original in torch"])
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
 def _text(x: float, y: float, anchor: str, text: str, kind: str) -> str:
