@@ -21,6 +21,7 @@ from eckart.calibration.losses import Batch
 from eckart.model.module_context import eval_mode
 from eckart.model.positions import longest_text
 from eckart.progress import Progress, bar
+from eckart.text.generation import generation_settings, special_tokens
 
 First = Literal["bos", "random"]
 """First token of a document: the token with which the model's texts begin, or any token of its vocabulary."""
@@ -72,27 +73,20 @@ def write_text(
         raise ValueError(f"examples={examples} and batch_size={batch_size}: give whole numbers above 0")
     generator = torch.Generator().manual_seed(seed)
     draws = _Draws(
-        _beginnings(model, prompts, first, length, generator), _tokens(model, "eos_token_id"), temperature, seed
+        _beginnings(model, prompts, first, length, generator), special_tokens(model, "eos_token_id"), temperature, seed
     )
     sizes = [min(batch_size, examples - start) for start in range(0, examples, batch_size)]
     batches: list[Batch] = []
-    own, device = model.generation_config, "cpu" if model.device.type == "meta" else model.device
-    settings = GenerationConfig(max_new_tokens=length - 1, use_cache=own.use_cache)
-    try:
-        model.generation_config = settings  # `generate` reads it even if it is given another
-        with eval_mode(model):
-            for size in progress(sizes, "text", "batch"):
-                start = draws.start(size, length).to(device)
-                written = model.generate(  # type: ignore[operator]
-                    input_ids=start,
-                    attention_mask=torch.ones_like(start),
-                    generation_config=settings,
-                    logits_processor=LogitsProcessorList([draws]),
-                )
-                ids = written.cpu()
-                batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
-    finally:
-        model.generation_config = own
+    device = "cpu" if model.device.type == "meta" else model.device
+    settings = GenerationConfig(max_new_tokens=length - 1, use_cache=model.generation_config.use_cache)
+    with generation_settings(model, settings), eval_mode(model):
+        for size in progress(sizes, "text", "batch"):
+            start = draws.start(size, length).to(device)
+            written = model.generate(  # type: ignore[operator]
+                input_ids=start, attention_mask=torch.ones_like(start), logits_processor=LogitsProcessorList([draws])
+            )
+            ids = written.cpu()
+            batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     return batches
 
 
@@ -174,15 +168,7 @@ def _beginnings(
         return lambda: [below(model.config.get_text_config().vocab_size)]
     if first != "bos":
         raise ValueError(f"first is {first!r}: write one of {', '.join(get_args(First))}")
-    start = (_tokens(model, "bos_token_id") or _tokens(model, "eos_token_id"))[:1]
+    start = (special_tokens(model, "bos_token_id") or special_tokens(model, "eos_token_id"))[:1]
     if not start:
         raise ValueError("the model has neither a beginning-of-text nor an end-of-text token: write first='random'")
     return lambda: start
-
-
-def _tokens(model: PreTrainedModel, name: str) -> list[int]:
-    """Return special tokens of the model. Its config may lack those that its settings for generation have."""
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
-        if (token := getattr(config, name, None)) is not None:
-            return token if isinstance(token, list) else [token]
-    return []

@@ -87,6 +87,8 @@ def of_data(
     }
     if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
         changes["data"] |= _blocks(tokenizer)
+        if train.suffix.lower() == ".txt":  # its lines keep their line breaks, so joined they are the file's text
+            changes["data"]["separator"] = ""
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}

@@ -158,6 +158,8 @@ def to_onnx_folder(name: str, folder: Path) -> str:
         with new_folder(folder) as written:
             exported = onnx.export_files(model, tokenizer, [written / file for file in _IN_FOLDER], test, calibration)
             plain_config(model).save_pretrained(written)
+            if model.can_generate():  # only this file may have the token that ends a chat model's turn
+                model.generation_config.save_pretrained(written)
             tokenizer.save_pretrained(written)
             sentence_files.copy(folder_of(name), written)
             saved = written / "tokenizer_config.json"

@@ -43,7 +43,8 @@ def make(new: NewModel, dtype: str, task: Task, train: pd.DataFrame) -> Base:
     tokenizer = word_tokenizer(new, _texts(train))
     kind = kind_of(task)
     try:
-        config = _config(new, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **kind.head())
+        special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        config = _config(new, vocab_size=len(tokenizer), **special, **kind.head())
         model = kind.auto.from_config(config, dtype=getattr(torch, dtype))
     except (TypeError, ValueError) as error:
         raise StageError(f"model.new cannot be made for this task: {error}") from error

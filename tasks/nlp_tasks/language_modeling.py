@@ -30,6 +30,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import IGNORED, Batch, Loss, Predictions, causal_loss, token_losses
 from eckart.model.positions import longest_text
+from eckart.text.generation import continued
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest, purpose_of
@@ -226,7 +227,6 @@ class LanguageModeling(NlpTask):
                 counts[row] += len(block) - 1
         return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
-    @torch.inference_mode()
     def _continued(
         self,
         model: PreTrainedModel,
@@ -243,14 +243,8 @@ class LanguageModeling(NlpTask):
             ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(
                 to_device(model)
             )
-            new = model.generate(  # type: ignore[operator]
-                input_ids=ids.clamp(min=0),
-                attention_mask=(ids != IGNORED).long(),
-                num_beams=1,
-                do_sample=False,
-                max_new_tokens=tokens,
-            )
-            written = iter(tokenizer.batch_decode(new[:, ids.shape[1] :], skip_special_tokens=True))
+            new = continued(model, ids.clamp(min=0), (ids != IGNORED).long(), tokens)
+            written = iter(tokenizer.batch_decode(new, skip_special_tokens=True))
         return [next(written) if ids else None for ids in texts]
 
     def check_room(self, model: PreTrainedModel, continuation: int) -> None:

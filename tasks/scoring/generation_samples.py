@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eckart.text.generation import continued
 from tasks.artifacts.results_schema import Continuation
 from tasks.artifacts.task_spec import Task
 from tasks.models.device import inputs_device
@@ -14,7 +15,6 @@ from tasks.nlp_tasks import kind_of
 _COUNT = 3  # number of texts: enough to judge a model, and few enough to read
 
 
-@torch.inference_mode()
 def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, test: pd.DataFrame, tokens: int
 ) -> tuple[Continuation, ...]:
@@ -28,15 +28,6 @@ def continuations(
     blocks = kind.columns(test, tokenizer, "test")["input_ids"]
     places = sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})
     ids = torch.from_numpy(blocks[places][:, :tokens]).to(inputs_device(model))
-    written = model.eval().generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=1,
-        do_sample=False,
-        max_new_tokens=tokens,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    texts = zip(
-        tokenizer.batch_decode(ids), tokenizer.batch_decode(written[:, tokens:], skip_special_tokens=True), strict=True
-    )
+    written = continued(model.eval(), ids, torch.ones_like(ids), tokens)
+    texts = zip(tokenizer.batch_decode(ids), tokenizer.batch_decode(written, skip_special_tokens=True), strict=True)
     return tuple(Continuation(beginning=before, text=after) for before, after in texts)

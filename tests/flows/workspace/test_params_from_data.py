@@ -205,6 +205,14 @@ def test_text_alone_is_running_text(workspace: Path) -> None:
     assert found["evaluate"]["texts"]
 
 
+def test_lines_of_a_text_file_are_joined_to_the_text_of_the_file(workspace: Path) -> None:
+    table = running_text()
+    file = RAW / "long.txt"
+    file.write_text("".join(f"{text}\n" for text in pd.read_csv(table)["text"]))
+    assert told(str(file))["data"]["separator"] == ""
+    assert told(table)["data"].get("separator") is None
+
+
 @pytest.mark.parametrize(("begins_with", "first"), [("[CLS]", "bos"), ("[MASK]", None)])
 def test_blocks_begin_with_the_token_that_begins_texts(workspace: Path, begins_with: str, first: str | None) -> None:
     """A tokenizer may have a beginning-of-text token and not use it, as SmolLM2's."""

@@ -58,6 +58,18 @@ def test_a_model_of_the_config_has_a_row_for_each_word_and_the_head_of_the_task(
     assert made.model(input_ids=ids).logits.shape == ((1, 4, 11) if task is TEXT else (1, 2))
 
 
+def test_texts_begin_and_end_with_tokens_of_the_new_vocabulary() -> None:
+    """GPT-2's own end of text is token 50,256, and Llama's beginning of text the unknown word."""
+    layers = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    for model in (
+        new(),
+        new(model_type="gpt2", config={"n_embd": 12, "n_layer": 1}),
+        new(model_type="llama", config=layers),
+    ):
+        config = make(model, "float32", TEXT, TRAIN).model.config
+        assert (config.bos_token_id, config.eos_token_id) == (None, 2)
+
+
 @pytest.mark.parametrize("wrong", [{"hiden_size": 8}, {"vocab_size": 8}])
 def test_a_value_that_the_config_does_not_have_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(StageError, match=next(iter(wrong))):

@@ -185,6 +185,16 @@ class TestFirstToken:
             written = llama.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         assert answer["continuation"] == letters.decode(written, skip_special_tokens=True)
 
+    def test_a_continuation_depends_neither_on_the_batch_nor_on_penalties(self) -> None:
+        """The model's own settings would count padding as text that was written before."""
+        llama, letters, spec = model(), self.letters(), task(8, first="bos")
+        texts = [TEXT[:length] for length in (1, 3, 6)]
+        plain = [kind_of(spec).answers(llama, letters, rows(text), 1, continuation=6)[0] for text in texts]
+        llama.generation_config.update(repetition_penalty=3.0, no_repeat_ngram_size=1, max_length=2)
+        together = kind_of(spec).answers(llama, letters, pd.DataFrame({"text": texts}), 3, continuation=6)
+        assert [answer["continuation"] for answer in together] == [answer["continuation"] for answer in plain]
+        assert llama.generation_config.repetition_penalty == 3.0
+
     def test_a_tokenizer_without_it_is_an_error(self) -> None:
         with pytest.raises(StageError, match=r"data\.first"):
             kind_of(task(8, first="bos")).encode(rows(TEXT), tokenizer(), "test")

@@ -1,0 +1,59 @@
+"""Greedy continuation of texts by a causal language model, and what all text that models write here has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+
+@torch.inference_mode()
+def continued(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int) -> Tensor:
+    """Return the likeliest next tokens of each text, one after the other, until an end-of-text token.
+
+    The model's own settings for generation are not used. A penalty for repetition, for instance, would count padding as
+    text, so that a text's continuation would depend on the other texts of its batch.
+
+    Args:
+        ids: token ids `(batch, length)`, padded on the left.
+        mask: 0 at padding, `(batch, length)`.
+        tokens: largest number of new tokens.
+
+    Returns:
+        New tokens `(batch, new)`, filled up with end-of-text tokens.
+    """
+    ends = special_tokens(model, "eos_token_id")
+    settings = GenerationConfig(
+        max_new_tokens=tokens,
+        use_cache=model.generation_config.use_cache,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else None,
+    )
+    with generation_settings(model, settings):
+        written: Tensor = model.generate(input_ids=ids, attention_mask=mask)  # type: ignore[operator]
+    return written[:, ids.shape[1] :]
+
+
+@contextmanager
+def generation_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    """Give the model other settings for generation until the context ends.
+
+    As an argument of `generate` they would not do: it fills their gaps with the model's own.
+    """
+    own = model.generation_config
+    try:
+        model.generation_config = settings
+        yield
+    finally:
+        model.generation_config = own
+
+
+def special_tokens(model: PreTrainedModel, name: str) -> list[int]:
+    """Return special tokens of the model. Its config may lack those that its settings for generation have."""
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        if (token := getattr(config, name, None)) is not None:
+            return token if isinstance(token, list) else [token]
+    return []
