@@ -124,17 +124,17 @@ class Waterfill(Filling, ByFormula):
         if not self.narrow:
             return super().search(problem)
         mlps = find_mlps(problem.model, problem.targets, problem.calibration(1)[0])
-        only_narrow = {name for mlp in mlps for name in mlp.layers} if self.one_width else set[str]()
-        ranked = tuple(target for target in problem.targets if target.name not in only_narrow)
-        spectra, budget = replace(problem, targets=ranked).spectra(), ranked_allowance(problem.targets, problem.keep)
-        states, orders, narrowings, ways = self._states(ranked, spectra), {}, {}, {}
+        narrowable = {name for mlp in mlps for name in mlp.layers}
+        rest = tuple(target for target in problem.targets if target.name not in narrowable)
+        spectra, budget = replace(problem, targets=rest).spectra(), ranked_allowance(problem.targets, problem.keep)
+        states, orders, narrowings, ways = self._states(rest, spectra), {}, {}, {}
         for mlp in problem.progress(mlps, "Widths", "MLP"):
             order = self._order(problem, mlp)
             orders[mlp] = replace(order, moments={})  # frees their memory
             narrowings[mlp] = _narrowing(problem, mlp, order)
             if not self.one_width:
-                in_ranks = Way({name: states.pop(name) for name in mlp.layers})
-                ways[mlp] = [in_ranks, Way({}, narrowings[mlp]), *self._both(problem, mlp, order)]
+                *both, in_ranks = self._in_ranks(problem, mlp, order)
+                ways[mlp] = [in_ranks, Way({}, narrowings[mlp]), *both]
         if self.one_width:
             best = _filled_with_one_width(states, narrowings, problem.keep, budget)
         else:  # the search is greedy, so fewer ways may turn out better
@@ -166,22 +166,24 @@ class Waterfill(Filling, ByFormula):
     def _order(self, problem: SearchProblem, mlp: Mlp) -> NeuronOrder:
         """Return the order of the neurons of an MLP, in some 48 widths that are multiples of `multiple`.
 
-        Where layers may also get pivots, it has the moments of the down layer at the widths to try.
+        It has the moments of the down layer at those widths at which layers may get ranks.
         """
         down = next(target for target in problem.targets if target.name == mlp.down)
         step = self.multiple * ceil(mlp.neurons / (_STEPS * self.multiple))
-        steps, tried = ceil(mlp.neurons / step), set[int]()
-        if down.storage == "pivoted" and not self.one_width:
-            tried = {step * (steps * part // _PARTS) for part in range(2, _PARTS)}
+        steps, parts = ceil(mlp.neurons / step), range(2, _PARTS) if down.storage == "pivoted" else ()
+        tried = {mlp.neurons, *(step * (steps * part // _PARTS) for part in parts)}
         weight, norm = _absorbed(problem, down, "left")
-        return order_neurons(weight, norm.right, step, tried)
+        return order_neurons(weight, norm.right, step, () if self.one_width else tried)
 
-    def _both(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
-        """Yield ways in which an MLP loses neurons and its layers get pivots, at the widths with moments in `order`."""
-        widths = {neurons: order.width(mlp, neurons) for neurons in order.moments}
+    def _in_ranks(self, problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> Iterator[Way]:
+        """Yield a way in which layers of an MLP get ranks for each width in `order.moments`; the last has all neurons.
+
+        The moments save the products that the spectra of single layers take.
+        """
         targets = [target for target in problem.targets if target.name in mlp.layers]
         moments = {target.name: _moments(problem, target, mlp, order) for target in targets}
-        for neurons, width in widths.items():
+        for neurons in order.moments:
+            width = order.width(mlp, neurons)
             smaller = narrowed(targets, {mlp.down: width})
             spectra = {
                 target.name: spectrum_of_moment(next(moments[target.name]))[
@@ -189,7 +191,8 @@ class Waterfill(Filling, ByFormula):
                 ]
                 for target in smaller
             }
-            yield Way(self._states(smaller, spectra), State([neurons], [0], [width.loss], [1]), spectra)
+            lost = None if neurons == mlp.neurons else State([neurons], [0], [width.loss], [1])
+            yield Way(self._states(smaller, spectra), lost, spectra)
 
 
 def _moments(problem: SearchProblem, target: Target, mlp: Mlp, order: NeuronOrder) -> Iterator[Tensor]:

@@ -30,6 +30,7 @@ from eckart.model.layers import merge as made_dense
 from eckart.model.mlps import Width, find_mlps
 from eckart.model.plain_widths import restore_plain_widths
 from eckart.model.targets import Target, find_targets, weight_of
+from eckart.ranks import waterfill
 from eckart.ranks.budget import NoRank
 from eckart.ranks.search import search_ranks
 from eckart.ranks.search_problem import SearchProblem
@@ -100,8 +101,8 @@ def test_predicted_losses_are_those_of_the_best_fit() -> None:
 def test_moments_at_widths_give_the_spectra_of_the_fitted_down_layer(outputs: int) -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(outputs, 12, dtype=torch.float64), ErrorNorm(left=moment(outputs), right=moment(12))
-    order = order_neurons(*in_order(weight, norm), 3, moments_at=(3, 9, 10))
-    assert [*order.moments] == [3, 9]
+    order = order_neurons(*in_order(weight, norm), 3, moments_at=(3, 9, 10, 12))
+    assert [*order.moments] == [3, 9, 12]
     for width, found in order.moments.items():
         kept = torch.tensor(order.kept(width))
         smaller = fitted(weight, norm.right, kept)
@@ -121,7 +122,7 @@ def test_moments_at_widths_give_the_spectra_of_a_layer_that_computes_fewer_neuro
     down, up = targets[mlp.down], targets[mlp.up[0]]
     weight, of_down = (weight_of(model.get_submodule(target.name)) for target in (up, down))
     norm, norm_of_down = (weigh(weighting, target, problem.statistics) for target in (up, down))
-    order = order_neurons(*in_order(of_down, norm_of_down), 6, moments_at=(6, 18))
+    order = order_neurons(*in_order(of_down, norm_of_down), 6, moments_at=(6, 18, mlp.neurons))
     for width, found in zip(order.moments, _moments(problem, up, mlp, order), strict=True):
         features = Width(up=mlp.up, kept=order.kept(width), loss=0.0).features(len(weight), mlp.neurons)
         expected = spectrum(weight[features], of_features(norm, weight[features], features))
@@ -302,7 +303,7 @@ def test_narrowing_never_predicts_more_loss(monkeypatch: pytest.MonkeyPatch) -> 
         for search in (Waterfill(narrow=True, multiple=2), Waterfill(multiple=2)):
             losses.append(predicted(replace(problem, keep=keep), search))
         with monkeypatch.context() as patched:
-            patched.setattr(Waterfill, "_both", lambda *_: ())
+            patched.setattr(waterfill, "_PARTS", 2)
             losses.insert(1, predicted(replace(problem, keep=keep), Waterfill(narrow=True, multiple=2)))
         assert losses[0] < losses[2]
         assert losses == sorted(losses)
