@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, DrawnLoss, Loss, Predictions, real_tokens
+from eckart.calibration.losses import Batch, DrawnLoss, Loss, Predictions, at_least_float32, real_tokens
 from eckart.model.module_context import frozen
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
@@ -28,8 +28,7 @@ def embeddings(pooling: Pooling) -> Predictions:
         raise ValueError(f"there is no pooling {pooling!r}: write one of {', '.join(get_args(Pooling))}")
 
     def embed(outputs: ModelOutput, batch: Batch) -> Tensor:
-        states = _entry(outputs, "last_hidden_state")
-        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        states = at_least_float32(_entry(outputs, "last_hidden_state"))
         return normalize(_POOLED[pooling](states, real_tokens(batch, states)), dim=-1)
 
     return embed

@@ -166,6 +166,11 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
     return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return floating-point `values` in float32, or as they are if they are more precise."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def batch_size(batch: Batch) -> int:
     """Return the number of examples in `batch`."""
     return batch.get("input_ids", next(iter(batch.values()))).shape[0]
@@ -206,7 +211,7 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
     labels is the expectation under the model's own predictions.
     """
     logits = logits_of(model(**{name: values for name, values in batch.items() if name != "labels"}), batch)
-    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    logs = at_least_float32(logits).log_softmax(-1)
     return -((logs / 2).exp().detach() * logs).sum(0)
 
 
@@ -236,8 +241,7 @@ class DrawnLoss:
         Raises:
             ValueError: the batch has no `input_ids`.
         """
-        predicted = self.predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1))
-        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+        predicted = at_least_float32(self.predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1)))
         draw = self._of_classes if self.classes else self._of_values
         return draw(predicted, _generators(batch, self.seed)).mean(1).sum()
 
@@ -307,10 +311,9 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         logits: `(batch, tokens, classes)`.
         labels: `(batch, tokens)`.
     """
-    exact = torch.promote_types(logits.dtype, torch.float32)
     # one example at a time: with a large vocabulary, (batch, classes, tokens) takes several times as long
     losses = [
-        cross_entropy(row.to(exact), of_row, ignore_index=IGNORED, reduction="none")
+        cross_entropy(at_least_float32(row), of_row, ignore_index=IGNORED, reduction="none")
         for row, of_row in zip(logits, labels, strict=True)
     ]
     return torch.stack(losses)
@@ -335,7 +338,6 @@ def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
 
     The shape is `(2 × batch, tokens)`. Padding gets the logit −10⁴.
     """
-    logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(torch.cat([outputs["start_logits"], outputs["end_logits"]]))
     mask = batch.get("attention_mask")
     return logits if mask is None else logits.masked_fill(mask.repeat(2, 1) == 0, _NEVER)

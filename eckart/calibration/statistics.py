@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
+from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
@@ -364,7 +364,7 @@ class Collector:
     def _by_example(self, values: Tensor, rows: Tensor | RoutedRows | None) -> Tensor:
         """Return `values` as `(batch, tokens, features)`, zero at padding; floats become at least float32."""
         if values.is_floating_point():
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            values = at_least_float32(values)
         if isinstance(rows, RoutedRows):
             return rows.by_example(values)
         values = values.reshape(batch_size(self.batch), -1, values.shape[-1])

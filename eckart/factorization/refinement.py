@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size, examples_of
+from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size, examples_of
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
@@ -242,20 +242,16 @@ class _Part:
         self.examples = batch_size(call.batch)
         self.weights = moment
         if relative:
-            squares = _precise(call.wanted).square().sum(-1, keepdim=True)
+            squares = at_least_float32(call.wanted).square().sum(-1, keepdim=True)
             self.weights = 1 / squares.clamp(min=torch.finfo(squares.dtype).tiny)
         self.energy = float(self.error(torch.zeros_like(call.wanted)))
 
     def error(self, outputs: Tensor) -> Tensor:
         """Return the error of outputs `(batch, tokens, out)`, a sum over all tokens that are not padding."""
-        difference = _precise(outputs) - _precise(self.call.wanted)
+        difference = at_least_float32(outputs) - at_least_float32(self.call.wanted)
         if self.padding is not None:
             difference = difference.masked_fill(self.padding, 0)
         return (difference.square() if self.weights is None else difference.square() * self.weights).sum()
-
-
-def _precise(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Training:
@@ -376,7 +372,7 @@ def gradient_moments(
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def add(name: str, gradient: Tensor) -> None:
-        squares = _precise(gradient).square().flatten(0, -2).sum(0)
+        squares = at_least_float32(gradient).square().flatten(0, -2).sum(0)
         sums[name] = sums[name] + squares if name in sums else squares
 
     names = list(blocks)
