@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss
+from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss, without_labels
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting
@@ -164,7 +164,7 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[s
 def logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the model's logits for a batch in eval mode. Labels in the batch are left out."""
     with torch.no_grad():
-        return model.eval()(**{name: values for name, values in batch.items() if name != "labels"}).logits
+        return model.eval()(**without_labels(batch)).logits
 
 
 def factorize(

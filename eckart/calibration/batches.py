@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Batch
+from eckart.calibration.losses import IGNORED, Batch, labels_are_tokens
 from eckart.model.probing import ATTENTION, NOT_TEXT
 
 
@@ -65,10 +65,8 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
     if not batch.get("input_ids", next(iter(batch.values()))).numel():
         raise ValueError(f"batch {number} has no example, or examples without a token: leave it out")
     prepared = {name: values.to(model.device) for name, values in batch.items()}
-    labels = prepared.get("labels")
-    labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     generates = model.config.is_encoder_decoder and model.can_generate()
-    if labels_are_tokens and generates and "decoder_attention_mask" not in prepared:
+    if labels_are_tokens(prepared) and generates and "decoder_attention_mask" not in prepared:
         return prepared | decoder_inputs(model, prepared["labels"]) | prepared
     return prepared
 

@@ -188,6 +188,17 @@ def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
     return examples_of(batch, 0, count)
 
 
+def without_labels(batch: Batch) -> dict[str, Tensor]:
+    """Return `batch` without its entry `labels`, so that a model computes no loss."""
+    return {name: values for name, values in batch.items() if name != "labels"}
+
+
+def labels_are_tokens(batch: Batch) -> bool:
+    """Whether the labels of `batch` are whole numbers `(batch, tokens)`, as the ids of a text to write are."""
+    labels = batch.get("labels")
+    return labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+
+
 def real_tokens(batch: Batch, like: Tensor) -> Tensor:
     """Return which tokens of the texts are not padding, `(batch, tokens)`; without an attention mask, all are.
 
@@ -210,7 +221,7 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
     model's probability of the label. So p weighs a label's squared gradients G_n ⊙ G_n and Δ_nᵀ Δ_n, and their sum over
     labels is the expectation under the model's own predictions.
     """
-    logits = logits_of(model(**{name: values for name, values in batch.items() if name != "labels"}), batch)
+    logits = logits_of(model(**without_labels(batch)), batch)
     logs = at_least_float32(logits).log_softmax(-1)
     return -((logs / 2).exp().detach() * logs).sum(0)
 

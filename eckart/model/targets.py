@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from eckart.calibration.losses import labels_are_tokens
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
 from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers
@@ -307,11 +308,9 @@ def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
                 f"{name} is {tuple(mask.shape)}, which does not show the padding: give it as (batch, tokens), 0 where "
                 "a token is padding"
             )
-    labels = batch.get("labels")
-    labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     decodes = model.config.is_encoder_decoder or model.config.get_text_config().is_encoder_decoder
     has_decoder = "decoder_input_ids" in signature(model.forward).parameters
-    if has_decoder and decodes and (labels_are_tokens or "decoder_input_ids" in batch):
+    if has_decoder and decodes and (labels_are_tokens(batch) or "decoder_input_ids" in batch):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             if name not in batch:
                 raise ValueError(

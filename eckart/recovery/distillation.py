@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, Predictions, logits_error, logits_of
+from eckart.calibration.losses import Batch, Predictions, logits_error, logits_of, without_labels
 from eckart.model.module_context import without_cache
 from eckart.recipe_parts import Contradiction
 from eckart.recovery.recovery_problem import RecoveryProblem
@@ -141,7 +141,7 @@ class DistillationRule(Rule):
         return {name: float(error) for name, error in self.errors.items()}
 
     def _run_teacher(self, batch: Batch) -> ModelOutput:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = without_labels(batch)
         device = next(iter(inputs.values())).device
         if self.teacher.device != device:
             self.teacher.to(device)

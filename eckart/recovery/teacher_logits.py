@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Predictions, real_tokens
+from eckart.calibration.losses import Batch, Predictions, real_tokens, without_labels
 
 _NEVER = -1e4  # log-probability without mass; finite, so that 0 times it is 0
 
@@ -120,7 +120,7 @@ def teach(
     Raises:
         ValueError: examples differ in their number of predictions.
     """
-    outputs = teacher(**{name: values for name, values in batch.items() if name != "labels"})
+    outputs = teacher(**without_labels(batch))
     examples = len(batch["input_ids"])
     classes, logs, rest = largest(predictions(outputs, batch), count, temperature)
     if len(rest) % examples:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.embeddings import embeddings
-from eckart.calibration.losses import Batch, Loss, Predictions
+from eckart.calibration.losses import Batch, Loss, Predictions, without_labels
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import Metric, MetricName
 from tasks.artifacts.task_spec import Split
@@ -95,8 +95,7 @@ class Embedding(NlpTask):
         embed = self.predictions
 
         def distance(model: Any, batch: Batch) -> Tensor:
-            inputs = {name: values for name, values in batch.items() if name != "labels"}
-            return (embed(model(**inputs), batch) - batch["labels"]).square().sum() / 2
+            return (embed(model(**without_labels(batch)), batch) - batch["labels"]).square().sum() / 2
 
         return distance
 

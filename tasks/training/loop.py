@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
-from eckart.calibration.losses import Loss, batch_size, mean_loss
+from eckart.calibration.losses import Loss, batch_size, mean_loss, without_labels
 from eckart.model.hf_format import converted
 from eckart.model.module_context import kept_config
 from eckart.training.learning_rate import share_of_peak
@@ -301,7 +301,7 @@ class _RuleTrainer(transformers.Trainer):
             # Without the number of labels, which the Trainer counts wrongly for some models: their own mean is right.
             loss, outputs = super().compute_loss(model, batch, return_outputs=True)
         else:  # the model may have no loss of its own
-            outputs = model(**{name: values for name, values in batch.items() if name != "labels"})
+            outputs = model(**without_labels(batch))
             loss = mean_loss(self.loss, outputs, inputs)
         if self.rules:
             self.step_loss += self.share * float(loss.detach())

@@ -9,11 +9,12 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.hf_format import describe, save
 from tests import tiny
 
-BATCH = {name: values for name, values in tiny.collate(tiny.samples(8)).items() if name != "labels"}
+BATCH = without_labels(tiny.collate(tiny.samples(8)))
 WIDTH, RANK = 128, 32  # tools ask for multiples of 16, 32 or 64
 
 

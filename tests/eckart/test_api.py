@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 import eckart
 from eckart import arguments
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, mean_loss_times_batch
+from eckart.calibration.losses import IGNORED, mean_loss_times_batch, without_labels
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.model.layers import factorized
@@ -44,8 +44,8 @@ from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BATCHES = tiny.batches(tiny.samples(12), 4)
-INPUTS = {name: values for name, values in BATCHES[0].items() if name != "labels"}
-UNLABELED = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
+INPUTS = without_labels(BATCHES[0])
+UNLABELED = [without_labels(batch) for batch in BATCHES]
 PIPELINE = ("prefect", "dvc", "mlflow", "datasets", "pandas", "scipy", "sklearn", "pydantic_settings", "tasks", "flows")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eckart.calibration.calibrate import calibrate
-from eckart.calibration.losses import Batch, mean_loss_times_batch
+from eckart.calibration.losses import Batch, mean_loss_times_batch, without_labels
 from eckart.calibration.passes import passes
 from eckart.calibration.statistics import StatisticKind, collect
 from eckart.model.targets import find_targets
@@ -77,9 +77,7 @@ def test_underflow_is_tested_by_what_is_gathered_until_it_is_found(
 def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -> None:
     """An embedding model's pooler has them, in a pass of its own as in one with all others."""
     model = tiny.bert().bert
-    batches = [
-        {name: values for name, values in batch.items() if name != "labels"} for batch in tiny.batches(SAMPLES, 2)
-    ]
+    batches = [without_labels(batch) for batch in tiny.batches(SAMPLES, 2)]
     targets = find_targets(model, batches[0]).targets
 
     def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -12,13 +12,13 @@ from transformers.modeling_outputs import ModelOutput
 
 import eckart
 from eckart.calibration.embeddings import Pooling, embedding_loss, embeddings
-from eckart.calibration.losses import Batch, DrawnLoss
+from eckart.calibration.losses import Batch, DrawnLoss, without_labels
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tests import tiny
 
 SAMPLES = tiny.samples(12)
-BATCHES = [{name: values for name, values in batch.items() if name != "labels"} for batch in tiny.batches(SAMPLES, 6)]
+BATCHES = [without_labels(batch) for batch in tiny.batches(SAMPLES, 6)]
 DRAWS = 2000
 
 
@@ -90,7 +90,7 @@ def test_draws_do_not_depend_on_batches_and_padding(side: str) -> None:
 
     def batches(size: int, length: int) -> list[Batch]:
         some = tiny.batches(SAMPLES, size, length, side)
-        return [{name: values for name, values in batch.items() if name != "labels"} for batch in some]
+        return [without_labels(batch) for batch in some]
 
     targets = find_targets(model, batches(1, 0)[0]).targets
     alone, together = (

@@ -21,6 +21,7 @@ from eckart.calibration.losses import (
     predictions_of,
     span_loss,
     token_loss,
+    without_labels,
 )
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
@@ -68,7 +69,7 @@ def test_expected_and_drawn_statistics_need_no_given_labels():
     model, targets = case("bert")
     batch = tiny.collate(SAMPLES)
     other = {**batch, "labels": (batch["labels"] + 1) % tiny.LABELS}
-    without = {name: values for name, values in batch.items() if name != "labels"}
+    without = without_labels(batch)
     for loss in (expected_losses, DrawnLoss(logits_of, 0)):
         moments = [collect(model, [one], targets, ["output_gradients"], loss) for one in (batch, other, without)]
         for name, moment in moments[0]["output_gradients"].items():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot, pivots
 from eckart.model.layers import (
     LowRankLinear,
@@ -25,7 +26,7 @@ from eckart.model.layers import (
 from eckart.model.targets import find_targets, weight_of
 from tests import tiny
 
-BATCH = {name: values for name, values in tiny.collate(tiny.samples(8)).items() if name != "labels"}
+BATCH = without_labels(tiny.collate(tiny.samples(8)))
 EPSILON = torch.finfo(torch.float32).eps
 
 

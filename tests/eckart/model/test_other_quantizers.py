@@ -16,13 +16,14 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model.hf_format import save
 from eckart.model.layers import LowRankLayer, factorized, low_rank_layers, parts_of_layers
 from eckart.model.quantized_or_adapted import check_base
 from tests import tiny
 
-BATCH = {name: values for name, values in tiny.collate(tiny.samples(8)).items() if name != "labels"}
+BATCH = without_labels(tiny.collate(tiny.samples(8)))
 LEVELS = 4
 
 

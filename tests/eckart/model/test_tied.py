@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import eckart
-from eckart.calibration.losses import causal_loss
+from eckart.calibration.losses import causal_loss, without_labels
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
 from eckart.factorization.pivoted_storage import pivot
@@ -63,7 +63,7 @@ def pair_of(model: PreTrainedModel) -> Tied:
 
 
 def logits(model: PreTrainedModel, **others: Tensor) -> Tensor:
-    inputs = {name: values for name, values in rows(seed=1).items() if name != "labels"}
+    inputs = without_labels(rows(seed=1))
     with torch.no_grad():
         found: Tensor = model(**{**inputs, **others}).logits
     return found
@@ -202,7 +202,7 @@ def test_a_saved_model_loads_with_and_without_its_head(make: Callable[[], PreTra
     torch.testing.assert_close(logits(loaded), logits(model))
     save(loaded, tmp_path / "again")
     torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path / "again").eval()), logits(model))
-    inputs = {name: values for name, values in rows(seed=1).items() if name != "labels"}
+    inputs = without_labels(rows(seed=1))
     bare = AutoModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(bare(**inputs)[0], model.base_model(**inputs)[0])
@@ -264,11 +264,11 @@ def test_as_onnx_the_weight_is_stored_once_and_rounded_once(tmp_path: Path) -> N
     model = in_factors(tiny.drawn(type(tiny.causal_llama()), config).eval(), 4)
     file, small = tmp_path / "model.onnx", tmp_path / "int8.onnx"
     export(model, tiny.words(), file)
-    quantize(file, small, [{name: values for name, values in rows().items() if name != "labels"}])
+    quantize(file, small, [without_labels(rows())])
     for each, kind in ((file, onnx.TensorProto.FLOAT), (small, onnx.TensorProto.INT8)):
         held = [part for part in onnx.load(each).graph.initializer if 20_000 in part.dims and 4 in part.dims]
         assert [part.data_type for part in held] == [kind]
-    found = runner(small, 1)({name: values for name, values in rows(seed=1).items() if name != "labels"})["logits"]
+    found = runner(small, 1)(without_labels(rows(seed=1)))["logits"]
     real = rows(seed=1)["attention_mask"] == 1
     assert float((found - logits(model))[real].norm()) < 0.1 * float(logits(model)[real].norm())
 
