@@ -49,7 +49,7 @@ from eckart.calibration.losses import (
     batch_size,
     examples_of,
     first_examples,
-    predictions_of,
+    objective_with,
     row_of,
 )
 from eckart.calibration.passes import passes
@@ -481,9 +481,7 @@ def _objective(
             return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
     else:
         check_loss(model, batches, loss)
-    used = _run_without_loss if loss is None else loss
-    problem = model.config.problem_type
-    return Objective(used, used, used, predictions_of(used, problem), problem != "regression")
+    return objective_with(_run_without_loss if loss is None else loss, model.config.problem_type)
 
 
 def _run_without_loss(model: Any, batch: Batch) -> Tensor:

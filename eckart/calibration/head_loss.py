@@ -29,7 +29,7 @@ from eckart.calibration.losses import (
     causal_loss,
     first_examples,
     mean_loss_times_batch,
-    predictions_of,
+    objective_with,
     row_of,
     span_loss,
     sum_loss,
@@ -69,8 +69,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             raise ValueError(f"{need} needs the loss, but {name} returns none: {_advice(outputs)}")
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples, short)
-    problem = model.config.problem_type
-    return Objective(loss, loss, loss, predictions_of(loss, problem), problem != "regression")
+    return objective_with(loss, model.config.problem_type)
 
 
 def check_loss(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> None:
@@ -88,18 +87,18 @@ def check_loss(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> Non
         raise ValueError(f"the loss returned {returned!r}: {advice}")
 
 
-def mean_warning(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> str:
-    """Return a warning if a loss of two examples is a mean of their losses, rather than the sum; else an empty text."""
+def mean_warning(model: PreTrainedModel, data: Sequence[Batch], loss: Loss) -> str | None:
+    """Return a warning if a loss of two examples is a mean of their losses, rather than the sum."""
     pair = first_examples(next((batch for batch in data if batch_size(batch) > 1), data[0]), 2)
     batches = [pair, *(row_of(pair, place) for place in range(batch_size(pair)))]
     try:
         with eval_mode(model), torch.enable_grad():
             together, *alone = (float(loss(model, batch).detach().sum()) for batch in batches)
     except Exception:  # it may need whole batches, such as a loss that compares their examples
-        return ""
+        return None
     is_sum = abs(together - sum(alone)) <= 1e-2 * max(map(abs, alone))
     if is_sum or not min(alone) <= together <= max(alone):
-        return ""
+        return None
     losses = " and ".join(f"{value:.4g}" for value in alone)
     return (
         f"loss returned {together:.4g} for two examples whose losses are {losses}, as a mean does. Return their sum: "

@@ -104,6 +104,15 @@ def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
     return next((predictions for known, predictions in heads if loss is known), others)
 
 
+def objective_with(loss: Loss, problem_type: str | None) -> Objective:
+    """Return the objective in which `loss` is every loss.
+
+    Args:
+        problem_type: as in `predictions_of`.
+    """
+    return Objective(loss, loss, loss, predictions_of(loss, problem_type), problem_type != "regression")
+
+
 def _logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
     """Return the logits of any head; those of a head for tokens only where the text is not padding."""
     if "start_logits" in outputs:
