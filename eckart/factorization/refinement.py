@@ -324,14 +324,8 @@ def _held_out(count: int, share: float) -> set[int]:
 
 def _plan(learned: Sequence[_Part], settings: Refine, generator: torch.Generator) -> list[list[list[_Part]]]:
     """Return the parts of each step of each pass, in an order drawn anew for each pass."""
-    return [
-        list(
-            _joined(
-                [learned[place] for place in torch.randperm(len(learned), generator=generator)], settings.batch_size
-            )
-        )
-        for _ in range(settings.passes)
-    ]
+    orders = [torch.randperm(len(learned), generator=generator).tolist() for _ in range(settings.passes)]
+    return [list(_joined([learned[place] for place in order], settings.batch_size)) for order in orders]
 
 
 def _joined(parts: Iterable[_Part], size: int) -> Iterator[list[_Part]]:

@@ -324,7 +324,7 @@ class _Walks:
         loss, robust = self.problem.objective.calibration_loss, self.problem.robust
         gathered = collect(self.model, self.batches, layers, kinds, loss, robust=robust)
         self.gathered = target.input_of, gathered
-        return self.gathered[1]
+        return gathered
 
     def _enough_for(self, walk: _Walk) -> float:
         """Return the smallest log(1 + r) at which every loss of `walk` stays within its bound."""
