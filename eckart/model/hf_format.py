@@ -76,6 +76,11 @@ _NEEDED_1 = "factorized: install the Python package eckart, and `import eckart` 
 FORMAT = 2
 """Format of the folders that are saved: in the first one, factors were parameters of their layer."""
 
+_OF_FORMAT = ("quantization_config", "transformers_weights")
+"""Entries of config.json that tell how a compressed model is stored."""
+_UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
+"""Options of `save_pretrained` that are those of `push_to_hub`."""
+
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
@@ -128,8 +133,7 @@ class EckartConfig(QuantizationConfigMixin):
             self.experts = experts
         self.format = format
         if quantization is not None:
-            read: Any = AutoQuantizationConfig.from_dict
-            self.quantization = read(quantization) if isinstance(quantization, dict) else quantization
+            self.quantization = _config_of(quantization)
 
     def to_dict(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name != "quantizes"}
@@ -149,6 +153,13 @@ class EckartConfig(QuantizationConfigMixin):
         if name in self.pivoted:
             return pivoted_like(module, rank)
         return low_rank_like(module, rank, self.rows.get(name, 0))
+
+
+def _config_of(stored: dict[str, Any] | QuantizationConfigMixin) -> QuantizationConfigMixin:
+    """Return a quantization config, which is a dict if it comes from a file."""
+    read: Any = AutoQuantizationConfig.from_dict
+    config: QuantizationConfigMixin = read(stored) if isinstance(stored, dict) else stored
+    return config
 
 
 class _NoOther(HfQuantizer):
@@ -210,7 +221,8 @@ class EckartQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         used = getattr(model, "_weight_conversions", None) or []  # save_pretrained would undo them
-        model._weight_conversions = [some for some in used if some not in self._own_names]  # type: ignore[assignment]
+        kept = [rule for rule in used if rule not in self._own_names]
+        model._weight_conversions = kept  # type: ignore[assignment]
         if self.quantization_config.quantization is None:  # another method makes tensors of its own
             _check_loaded(model)
         _complete_biases(model)
@@ -267,15 +279,14 @@ def _merge_configs(
     transformers would refuse a second method: to it, a model has one. Here the method that the argument names quantizes
     the factors and the dense linear layers of a compressed model.
     """
-    read: Any = AutoQuantizationConfig.from_dict
-    config = read(stored) if isinstance(stored, dict) else copy.copy(stored)
+    config = copy.copy(_config_of(stored))
     if not isinstance(config, EckartConfig) or given is None or isinstance(given, EckartConfig):
         merged: QuantizationConfigMixin = _merged_by_transformers(stored, given)
         return merged
     config.quantizes = config.quantization is None
     if config.quantization is not None:
         given = _merged_by_transformers(config.quantization, given)
-    config.quantization = read(given) if isinstance(given, dict) else given
+    config.quantization = _config_of(given)
     return config
 
 
@@ -310,19 +321,18 @@ def _old_names(model: PreTrainedModel, layers: Iterable[str], names: Collection[
                 yield WeightRenaming(f"^{re.escape(name)}\\.{old}$", f"{name}.{new}")
 
 
-def _names_back(model: PreTrainedModel, layers: Iterable[str], conversions: Iterable[Any]) -> Iterator[WeightTransform]:
+def _names_back(model: PreTrainedModel, layers: Iterable[str], conversions: Sequence[Any]) -> Iterator[WeightTransform]:
     """Yield what gives the parts of the low-rank `layers` of a folder their names back, if `conversions` change these.
 
     Inkling 2 has a pattern that gives `sconv.weight_proj` the name `sconv.weight_proj.weight`. It also gives
     `sconv.weight_proj.right.weight` the name `sconv.weight_proj.weight.right.weight`.
     """
-    renamings = [some for some in conversions if isinstance(some, WeightRenaming)]
     names = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
         place = _name_here(model, name, names) or ""
         layer = names.get(place)
         for part in layer.state_dict() if isinstance(layer, LowRankLayer) else ():
-            changed = apply_renamings(f"{name}.{part}", renamings)
+            changed = _renamed(f"{name}.{part}", conversions)
             if not f".{changed}".endswith(tuple(f".{known.rpartition('.')[2]}.{part}" for known in (name, place))):
                 stem, _, tensor = part.rpartition(".")
                 if stem and changed.endswith(f".{tensor}"):  # a quantized weight is saved as several tensors
@@ -342,9 +352,13 @@ def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str
     for place in (name, name.removeprefix(prefix), prefix + name):
         if place in names:
             return place
-    renamings = [some for some in get_model_conversion_mapping(model) if isinstance(some, WeightRenaming)]
-    renamed = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
+    renamed = _renamed(f"{name}.weight", get_model_conversion_mapping(model)).removesuffix(".weight")
     return renamed if renamed in names else None
+
+
+def _renamed(tensor: str, conversions: Iterable[Any]) -> str:
+    """Return the name that transformers gives to a tensor of a folder by those of `conversions` that rename."""
+    return apply_renamings(tensor, [rule for rule in conversions if isinstance(rule, WeightRenaming)])
 
 
 def _tie_new_heads(model: PreTrainedModel) -> None:
@@ -527,25 +541,21 @@ def _each_layer_by_itself(model: PreTrainedModel) -> Iterator[None]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [some for some in conversions if not isinstance(some, PrefixChange)]  # as transformers does
-    joining = [some for some in conversions if isinstance(some, WeightConverter) and len(some.target_patterns) > 1]
-    with converted(model, [some for some in conversions if some not in joining]):
+        conversions = [rule for rule in conversions if not isinstance(rule, PrefixChange)]  # as transformers does
+    joining = [rule for rule in conversions if isinstance(rule, WeightConverter) and len(rule.target_patterns) > 1]
+    with converted(model, [rule for rule in conversions if rule not in joining]):
         yield
 
 
 @contextmanager
 def converted(model: PreTrainedModel, conversions: Sequence[Any]) -> Iterator[None]:
     """Let `save_pretrained` convert the model's tensors by `conversions` only, none if it is empty."""
-    some: Any = model
-    own, some._weight_conversions = getattr(model, "_weight_conversions", None), [*conversions]
+    changed: Any = model
+    own, changed._weight_conversions = getattr(model, "_weight_conversions", None), [*conversions]
     try:
         yield
     finally:
-        some._weight_conversions = own
-
-
-_OF_FORMAT = ("quantization_config", "transformers_weights")
-_UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
+        changed._weight_conversions = own
 
 
 COMPUTED = "computes its weight from other tensors; undo it by prune.remove or remove_parametrizations"
