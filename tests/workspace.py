@@ -9,11 +9,13 @@ import json
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 from datasets import Dataset
 from ruamel.yaml import YAML
@@ -201,6 +203,21 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None, sha
         sys.argv = before[0]
         torch.set_num_threads(before[1])
         torch.use_deterministic_algorithms(before[2])
+
+
+TO_IMPORTANCE = ("extract", "teacher", "calibration", "importance")
+"""The stages that all candidates share."""
+
+
+@contextmanager
+def inside(root: Path, *stages: str) -> Iterator[None]:
+    """Work in the workspace `root` until the context ends, with a cache of its own, after running these stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
+        for stage in stages:
+            run_stage(stage)
+        yield
 
 
 def run_study(*recipes: str) -> None:

@@ -21,7 +21,9 @@ from eckart.model.targets import weight_of
 from eckart.recipe import captions
 from tasks.training.loop import train
 from tests.workspace import (
+    TO_IMPORTANCE,
     digests,
+    inside,
     merged,
     repository_params,
     run_stage,
@@ -109,11 +111,7 @@ def _workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A workspace after importance, as the working directory."""
     root = tiny_workspace(tmp_path_factory.mktemp("methods"))
     write(root, recipes())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "calibration", "importance"):
-            run_stage(stage)
+    with inside(root, *TO_IMPORTANCE):
         yield
 
 

@@ -25,7 +25,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches, encoded
 from tasks.nlp_tasks import kind_of
 from tests.flows.toy import Study
-from tests.workspace import digests, run_stage, tiny_params, write_params
+from tests.workspace import TO_IMPORTANCE, digests, inside, run_stage, tiny_params, write_params
 
 CANDIDATES = ("svd-0.5", "kfac-0.5")
 
@@ -37,9 +37,7 @@ def chain(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name in ("data", "models", "reports"):
         shutil.copytree(study.root / name, root / name)
     shutil.copy(study.root / "params.yaml", root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
+    with inside(root):
         yield root
 
 
@@ -263,7 +261,7 @@ def test_the_same_inputs_give_the_same_bytes(own_workspace: Path) -> None:
     for folder in folders:
         shutil.rmtree(folder)
     torch.manual_seed(99)  # what was drawn before must not matter
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     for stage in ("search", "factorize", "finetune"):
         run_stage(stage, "kfac", "0.5")

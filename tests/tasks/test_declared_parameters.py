@@ -26,7 +26,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.search import SearchParts
 from tasks.training.checkpoints import CHECKPOINTS
 from tasks.training.refined_blocks import RefinedBlocks
-from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace
+from tests.workspace import REPOSITORY, TO_IMPORTANCE, run_stage, tiny_params, tiny_workspace
 
 
 class Killed(Exception):
@@ -39,7 +39,7 @@ def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest
     order = {"anchor": 0.5, "ridge": 0.1, "refine": {"passes": 1, "learning_rate": 1e-3, "error": "gradients"}}
     changes = {"recipes": {"kfac": {"sequential": order}}, "importance": {"clip": [1.0, 1.0]}}
     monkeypatch.chdir(tiny_workspace(tmp_path, **changes))
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     run_stage("search", "kfac", "0.5")
     with monkeypatch.context() as patched:

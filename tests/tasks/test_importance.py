@@ -10,7 +10,7 @@ import torch
 from eckart.calibration.statistics_files import load_statistics
 from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.config.params_file import read
-from tests.workspace import merged, run_stage, tiny_workspace, write_params
+from tests.workspace import TO_IMPORTANCE, merged, run_stage, tiny_workspace, write_params
 
 
 def contents() -> dict[str, bytes]:
@@ -24,7 +24,7 @@ def divide(*shards: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_shards_in_any_order_give_the_statistics_of_one_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_workspace(tmp_path, importance={"layers_at_once": 1}))
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     whole, targets = {kind: dict(values) for kind, values in load_statistics(IMPORTANCE).items()}, TARGETS.read_text()
     divide("a", "b")

@@ -15,7 +15,7 @@ from tasks.artifacts.decision import load_decision
 from tasks.artifacts.errors import StageError
 from tasks.exporting.merged_checkpoint import to_plain
 from tests import tiny
-from tests.workspace import BASE, repository_params, run_stage, tiny_tokenizer, tiny_workspace
+from tests.workspace import BASE, TO_IMPORTANCE, repository_params, run_stage, tiny_tokenizer, tiny_workspace
 
 
 def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
@@ -43,7 +43,7 @@ def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     tiny.build("MambaForCausalLM", **{**tiny.MAMBA, **words}).save_pretrained(BASE)
     tokenizer.save_pretrained(BASE)
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "softlm", "0.5")

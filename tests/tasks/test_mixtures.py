@@ -13,7 +13,7 @@ from eckart.model.experts import unfused_experts
 from eckart.model.targets import Targets
 from tasks.exporting.merged_checkpoint import to_plain
 from tests import tiny
-from tests.workspace import BASE, repository_params, run_stage, tiny_tokenizer, tiny_workspace
+from tests.workspace import BASE, TO_IMPORTANCE, repository_params, run_stage, tiny_tokenizer, tiny_workspace
 
 
 def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
@@ -39,7 +39,7 @@ def test_a_mixture_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     shutil.rmtree(BASE)
     tiny.build("MixtralForSequenceClassification", **sizes, num_labels=2).save_pretrained(BASE)
     tokenizer.save_pretrained(BASE)
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "moe", "0.5")

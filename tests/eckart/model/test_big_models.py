@@ -17,7 +17,7 @@ from eckart.model.layers import factorize_target
 from tasks.models.device import to_device
 from tasks.models.model_io import TEACHER, load, size
 from tests.eckart.test_methods import recipes
-from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
+from tests.workspace import TO_IMPORTANCE, digests, inside, run_stage, tiny_params, tiny_workspace, write_params
 
 AUTO = AutoModelForSequenceClassification
 HALF = {"model": {"dtype": "bfloat16"}}
@@ -28,11 +28,7 @@ NAMES = ["softlm", "losparse", "kfac_anchored"]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A workspace after importance."""
     root = tiny_workspace(tmp_path_factory.mktemp("big"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "calibration", "importance"):
-            run_stage(stage)
+    with inside(root, *TO_IMPORTANCE):
         yield root
 
 
@@ -112,11 +108,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     params["recipes"] = recipes()
     params["study"]["recipes"] = NAMES
     write_params(root, params)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "calibration", "importance"):
-            run_stage(stage)
+    with inside(root, *TO_IMPORTANCE):
         yield
 
 

@@ -337,6 +337,16 @@ def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) 
     return torch.cat(actual, 1), sum(values.numel() for values in past.values())
 
 
+def assert_same_without_cache(
+    model: PreTrainedModel, file: Path, inputs: Mapping[str, torch.Tensor], prompt: int
+) -> int:
+    """Assert that token by token, the graph gives the logits that torch gives at once; return what the cache holds."""
+    actual, kept = token_by_token(file, inputs, prompt)
+    real = inputs["attention_mask"] == 1
+    torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
+    return kept
+
+
 @pytest.mark.parametrize("name", ["decoder", "sliding", "gpt2"])
 def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, request: pytest.FixtureRequest) -> None:
     """For keys that are rotated by their positions, also beyond a sliding window, and for an embedding of positions."""
@@ -346,9 +356,7 @@ def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(name: str, reque
     for side, prompt in product(["left", "right"], [1, 4]):
         inputs = tiny.collate(tiny.samples(3, 2, 8, seed=1), length=9, side=side)
         del inputs["labels"]
-        actual, kept = token_by_token(file, inputs, prompt)
-        real = inputs["attention_mask"] == 1
-        torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
+        kept = assert_same_without_cache(model, file, inputs, prompt)
         assert kept == 2 * 3 * heads * 9 * size * model.config.num_hidden_layers  # keys and values
 
 
@@ -377,11 +385,7 @@ class RenamedCache(LlamaForCausalLM):
 def test_the_cache_is_found_by_its_new_name(tmp_path: Path) -> None:
     model = RenamedCache(shallow(tiny.causal_llama).config).eval()
     export(model, tiny.words(), tmp_path / "model.onnx")
-    inputs = batch(3, 9)
-    actual, kept = token_by_token(tmp_path / "model.onnx", inputs, 4)
-    real = inputs["attention_mask"] == 1
-    torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
-    assert kept
+    assert assert_same_without_cache(model, tmp_path / "model.onnx", batch(3, 9), 4)
 
 
 def roberta_that_writes() -> PreTrainedModel:
@@ -401,10 +405,7 @@ def test_a_decoder_of_an_encoders_family_counts_positions_as_its_own_forward(
 ) -> None:
     model = make().eval()
     export(model, tiny.words(), tmp_path / "model.onnx")
-    inputs = batch(3, 9)
-    actual, _ = token_by_token(tmp_path / "model.onnx", inputs, 4)
-    real = inputs["attention_mask"] == 1
-    torch.testing.assert_close(actual[real], tiny.logits(model, inputs)[real], rtol=0, atol=1e-5)
+    assert_same_without_cache(model, tmp_path / "model.onnx", batch(3, 9), 4)
 
 
 def test_a_decoder_gives_logits_of_so_many_last_tokens(decoder: Case) -> None:

@@ -25,7 +25,16 @@ from tasks.data.loading import batches
 from tasks.nlp_tasks import kind_of, task_class
 from tests.tasks.scoring import test_scores
 from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
-from tests.workspace import a_task, reviews, run_stage, tiny_params, tiny_tokenizer, write_base, write_params
+from tests.workspace import (
+    TO_IMPORTANCE,
+    a_task,
+    reviews,
+    run_stage,
+    tiny_params,
+    tiny_tokenizer,
+    write_base,
+    write_params,
+)
 
 LABELS = ("cast", "good", "music", "plot")
 TASK = a_task("multi_label_classification", LABELS, "f1_micro")
@@ -196,7 +205,7 @@ def test_a_study_goes_from_files_to_an_exported_candidate(workspace: Path) -> No
         "recipes": {"kfac": {"recovery": {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}}},
     }
     write_params(Path(), tiny_params(data={"source": write_jsonl(labeled()), **DATA}, **changes))
-    for stage in ("extract", "teacher", "calibration", "importance"):
+    for stage in TO_IMPORTANCE:
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate", "export"):
         run_stage(stage, "kfac", "0.5")

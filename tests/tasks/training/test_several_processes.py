@@ -17,7 +17,7 @@ from tasks.models.model_io import load
 from tasks.nlp_tasks import kind_of
 from tasks.runtime import stage_runner
 from tests.tasks.training.test_loop import points
-from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, run_stage, tiny_workspace
+from tests.workspace import BASE, REVIEWS, SUBJECTS, TO_IMPORTANCE, WORDS, run_stage, tiny_workspace
 
 TAUGHT = {"study": {"control": "kfac"}, "recipes": {"kfac": {"recovery": {"steps": 3, "distillation": {}}}}}
 """Changes of params.yaml with which the control has a teacher, so that its curve has the task loss, too."""
@@ -81,7 +81,7 @@ def test_processes_may_checkpoint_activations_of_a_model_with_unused_weights(wor
     words = [*SUBJECTS, *WORDS["positive"]]
     texts = [f"{first} {second}" for first in words for second in words]
     (workspace / REVIEWS).write_text("\n".join(["text,label", *(f"{text},0" for text in texts)]))
-    for name in ("extract", "teacher", "calibration", "importance"):
+    for name in TO_IMPORTANCE:
         run_stage(name)
     for name in ("search", "factorize", "finetune"):
         run_stage(name, "svd", "0.5")
