@@ -36,7 +36,7 @@ from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size,
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
-from eckart.model.module_context import frozen, hooked
+from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.probing import ATTENTION, PICTURES, is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
 
@@ -253,8 +253,7 @@ class Collector:
         call = len(self.calls[target]) - 1
         if not torch.is_grad_enabled() or not x.shape[1]:
             return output
-        if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
-            output = output.detach().requires_grad_().clone()
+        output = with_gradient(output)  # parameters are frozen, so the graph starts at the first targets
         output.register_hook(partial(self._backward, target, call, x if self.by_weight else None, rows))
         return output
 

@@ -49,7 +49,7 @@ from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size,
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
-from eckart.model.module_context import frozen, hooked
+from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.targets import Product, Target, in_selector
 from eckart.training.learning_rate import Schedule, share_of_peak
 
@@ -359,9 +359,7 @@ def gradient_moments(
     sums: dict[str, Tensor] = {}
 
     def after(name: str, _: nn.Module, __: Any, output: Any) -> Any:
-        hidden = hidden_states(output)
-        if not hidden.requires_grad:  # parameters are frozen, so the graph starts at the first block
-            hidden = hidden.detach().requires_grad_().clone()
+        hidden = with_gradient(hidden_states(output))  # parameters are frozen, so the graph starts at the first block
         hidden.register_hook(partial(add, name))
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 

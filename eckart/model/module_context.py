@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
@@ -73,6 +73,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.set_attention_type(kind)
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+
+
+def with_gradient(output: Tensor) -> Tensor:
+    """Return a module's `output` as part of a graph, so that it has a gradient even if all before it is frozen."""
+    return output if output.requires_grad else output.detach().requires_grad_().clone()
 
 
 @contextmanager

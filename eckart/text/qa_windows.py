@@ -138,14 +138,14 @@ def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[
     All spans of up to LONGEST tokens are compared; BERT's script only compares the 20 best starts and ends.
 
     Args:
-        start, end: logits `(tokens or more,)`; those after the last token belong to padding and are ignored.
+        start, end: logits `(tokens,)`.
         offsets: `(tokens, 2)`, as in `Window`.
 
     Returns:
         The sum of logits, and where the span begins and ends in the context, in characters.
     """
     context = offsets[:, 0] != NOT_CONTEXT
-    start, end = (np.where(context, logits[: len(context)], -np.inf) for logits in (start, end))
+    start, end = (np.where(context, logits, -np.inf) for logits in (start, end))
     ahead = sliding_window_view(np.pad(end, (0, LONGEST - 1), constant_values=-np.inf), LONGEST)
     sums = start[:, None] + ahead
     first, further = np.unravel_index(sums.argmax(), sums.shape)
