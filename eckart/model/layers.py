@@ -45,6 +45,16 @@ class LowRankLayer(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
 
+    @staticmethod
+    def _reader(in_features: int, out_features: int) -> nn.Linear | PlainLinear | nn.Embedding:
+        """Return a layer without values that reads the layer's inputs."""
+        return (uninitialized_linear if out_features else PlainLinear)(in_features, out_features)
+
+    @staticmethod
+    def _writer(in_features: int, out_features: int, bias: bool) -> nn.Linear | PlainLinear:
+        """Return a layer without values that computes the layer's outputs."""
+        return (uninitialized_linear if in_features > 1 else PlainLinear)(in_features, out_features, bias)
+
     @property
     def dense_bias(self) -> Tensor | None:
         """Bias of the equivalent dense layer `(out,)`."""
@@ -202,14 +212,6 @@ class LowRankLinear(LowRankLayer):
         self.gate: Tensor | None = None
         """Factors `(rank,)` that scale the components while a rank search trains; never saved."""
 
-    @staticmethod
-    def _reader(in_features: int, out_features: int) -> nn.Linear | PlainLinear | nn.Embedding:
-        return (uninitialized_linear if out_features else PlainLinear)(in_features, out_features)
-
-    @staticmethod
-    def _writer(in_features: int, out_features: int, bias: bool) -> nn.Linear | PlainLinear:
-        return (uninitialized_linear if in_features > 1 else PlainLinear)(in_features, out_features, bias)
-
     @property
     def first_weight(self) -> Tensor:
         return self.right.weight
@@ -231,7 +233,7 @@ class LowRankLinear(LowRankLayer):
         return weight.index_add(0, self.rows, matrix_of(self.residual))
 
     def keep_rows(self, kept: Tensor | slice) -> None:
-        """Remove all rows of the residual but `kept`: a mask `(rows,)`, positions among the rows, or a slice."""
+        """Remove all rows of the residual but `kept`: a mask `(rows,)`, or a slice."""
         if self.residual is None or self.rows is None:
             return
         values, rows = matrix_of(self.residual).detach()[kept], self.rows[kept]
@@ -277,9 +279,6 @@ class PivotedLinear(LowRankLayer):
         self.others = self._writer(rank, out_features - rank, False)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_buffer("places", torch.arange(out_features, dtype=torch.int32))
-
-    _reader = staticmethod(LowRankLinear._reader)
-    _writer = staticmethod(LowRankLinear._writer)
 
     @property
     def first_weight(self) -> Tensor:
