@@ -30,10 +30,11 @@ from transformers.utils.generic import can_return_tuple
 
 
 class _Classifier(PreTrainedModel):
-    """A text's logits are a linear function of the last hidden state at its last token that is not padding.
+    """Base class of classifiers: logits are a linear function of the last hidden state at a text's last token.
 
-    The state at that token has read the whole text. Padding may be on either side. The backbone reads zeros there, so
-    logits do not depend on padding; with biases (`use_bias` of the config) this needs padding on the right.
+    The state at that token, the last that is not padding, has read the whole text. Padding may be on either side. The
+    backbone reads zeros there, so logits do not depend on padding; with biases (`use_bias` of the config) this needs
+    padding on the right.
     """
 
     backbone_class: type[PreTrainedModel]

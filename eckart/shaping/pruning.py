@@ -87,7 +87,7 @@ class WeightPruning(Rule):
             if not round(share * target.parameters):
                 raise ValueError(f"shaping leaves {target.name} no weight: raise shaping.remaining")
         self.settings = (settings, share, tuple(targets))
-        self.pruning = settings
+        self.method = settings
         self.share = share
         self.modules = {target.name: model.get_submodule(target.name) for target in targets}
         self.scores: dict[str, Tensor] = {}
@@ -98,14 +98,14 @@ class WeightPruning(Rule):
 
         W are the weights at which the gradient was taken, before the update.
         """
-        if self.pruning.score == "zero_order":
+        if self.method.score == "zero_order":
             return
         for name, module in self.modules.items():
             gradient = module.get_parameter("weight").grad
             if gradient is None:
                 continue
             change = -by_outputs(module, gradient) * weight_of(module)
-            signed = self.pruning.score == "first_order"
+            signed = self.method.score == "first_order"
             self.scores[name] = self._score(name) + (change if signed else change.abs())
 
     def after_update(self, step: int) -> None:
@@ -114,9 +114,8 @@ class WeightPruning(Rule):
         t is the number of updates that are done (choice). With the index of the step, pruning without a cool-down would
         end one step before v_f.
         """
-        steps, settings = self.pruning.steps, self.pruning
-        start, end = steps_in(settings.start, steps), steps_in(settings.end, steps)
-        share = cubic(step + 1, steps, start, end, self.share)
+        start, end = (steps_in(part, self.method.steps) for part in (self.method.start, self.method.end))
+        share = cubic(step + 1, self.method.steps, start, end, self.share)
         for name, module in self.modules.items():
             weight = weight_of(module)
             if dropped := weight.numel() - round(share * weight.numel()):
@@ -158,7 +157,7 @@ class WeightPruning(Rule):
     def _score(self, name: str) -> Tensor:
         """Return a target's scores S `(out, in)` on its weight's device, which the training loop may have changed."""
         weight = weight_of(self.modules[name])
-        if self.pruning.score == "zero_order":
+        if self.method.score == "zero_order":
             return weight.abs()
         precision = torch.promote_types(weight.dtype, torch.float32)
         scores = self.scores.get(name)

@@ -1,1 +1,1 @@
-"""Preparation of text: windows for question answering, and alignment of words with tokens."""
+"""Text: windows for question answering, alignment of words with tokens, and text that a language model writes."""

@@ -96,7 +96,7 @@ def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypat
     copied(**tiny_tokenizer().pad(data[:], return_tensors="pt")).loss.backward()
     assert torch.nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]) > 2
     rule = pruning(model, bert_targets(model), settings(steps=1))
-    train(model, collate(), data, Path("curve.jsonl"), **vars(rule.pruning.optimization), rules=[rule])
+    train(model, collate(), data, Path("curve.jsonl"), **vars(rule.method.optimization), rules=[rule])
     for name, scores in rule.state().items():
         weight = copied.get_submodule(name).weight
         torch.testing.assert_close(scores, -weight.grad * weight.detach(), rtol=1e-3, atol=1e-6)
