@@ -350,8 +350,6 @@ class TiedHead(nn.Module):
     The head has no factors of its own, so transformers has no weights to tie.
     """
 
-    transposed = False
-
     def __init__(self, embedding: LowRankEmbedding, bias: bool) -> None:
         super().__init__()
         self._embedding = (embedding,)  # the tuple hides it from parameters() and state_dict()
