@@ -79,7 +79,7 @@ def continues_text(model: PreTrainedModel) -> bool:
 def keeps_of(
     keep: float | Iterable[float] | None, default: float, largest_drop: float | None, score: Score | None
 ) -> Sequence[float]:
-    """Return the keeps to compress to, after a check of how large the model may become; empty for a largest drop."""
+    """Return the keeps to compress to, none for a largest drop, after a check of what says how small the model gets."""
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
         raise ValueError("give a keep, or a largest_drop and the score that measures it")
     if score is not None and not callable(score):

@@ -95,8 +95,8 @@ def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
     """Return the function that gives the predictions that a loss judges.
 
     Args:
-        loss: a loss of this module, or any other. Of a head for tokens with another loss, the predictions at all tokens
-            of the texts count.
+        loss: a loss of this module, or any other. With another loss, the predictions of a head for tokens count at all
+            tokens of the texts.
         problem_type: entry `problem_type` of the model's config.json.
     """
     heads = ((span_loss, span_logits), (token_loss, labeled_logits), (causal_loss, next_token_logits))
@@ -244,8 +244,8 @@ class DrawnLoss:
     `seed` and the example's tokens, but not on the rest of the batch, so every pass over the same model draws the same
     labels. All examples must have the same number of predictions, and these must be in the order of the examples.
 
-    Neither its value nor its mean gradient says anything about a model: the expected gradient is 0, and the value for
-    values is ½ ‖noise‖² for every model.
+    Neither the loss nor its mean gradient says anything about a model: the expected gradient is 0, and the loss of
+    predicted values is ½ ‖noise‖² for every model.
 
     Attributes:
         classes: whether the predictions are logits of classes; otherwise they are values.

@@ -39,7 +39,6 @@ def losses_alone(
     Returns:
         Name of the target → distance.
     """
-
     factorized = {
         target.name: {layer.name: small.get_submodule(layer.name) for layer in target.layers} for target in targets
     }

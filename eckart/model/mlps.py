@@ -124,7 +124,7 @@ def _independent(model: PreTrainedModel, mlps: Sequence[Mlp], twice: Batch) -> l
 
 @torch.no_grad()
 def _run_narrower(model: PreTrainedModel, mlps: Sequence[Mlp], example: Batch) -> bool:
-    """Return whether `model` runs if each of `mlps` has a few neurons, of no common divisor with those it has now."""
+    """Return whether `model` runs if each of `mlps` has only a few neurons, a number coprime to the present one."""
     smaller: dict[str, nn.Module] = {}
     for mlp in mlps:
         few = next((number for number in range(2, mlp.neurons) if gcd(number, mlp.neurons) == 1), 1)

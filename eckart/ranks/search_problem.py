@@ -126,7 +126,7 @@ class SearchResult:
         changed: whether the search changed the weights of the model.
         remark: a sentence about the choice for the log and the report, or "".
         widths: the MLPs to narrow. Ranks and spectra of their targets are those of the smaller layers.
-        reached: share of the targets' parameters → training steps after which the search first kept no more than it.
+        reached: share of the targets' parameters → training steps after which the targets first kept no more than it.
     """
 
     ranks: Ranks

@@ -94,7 +94,7 @@ class _Update(nn.Module):
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
     """Yield each matrix that may have an update, as its module and its name in the module.
 
-    A matrix of several modules, such as a head tied to an embedding, is none of them.
+    A matrix that several modules share, such as that of a head tied to an embedding, may have none.
     """
     users = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     head, parts = model.get_output_embeddings(), parts_of_layers(model)
