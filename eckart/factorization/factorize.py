@@ -272,7 +272,7 @@ def factorize_in_order(
 
 def _readers(
     model: PreTrainedModel, groups: Sequence[Sequence[Target]], batches: Sequence[Batch], order: InOrder
-) -> Mapping[str, str]:
+) -> Mapping[str, tuple[str, ...]]:
     """Return what `residual_readers` finds for the targets `groups`, if sums are to be corrected."""
     if not (order.anchor and order.sums and groups and batches):
         return {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def layerwise_forward(
     batches: Iterable[Batch],
     dense: DenseModules | None = None,
     blocks: Iterable[str] = (),
-    readers: Mapping[str, str] = MappingProxyType({}),
+    readers: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Iterator[LayerwiseForward]:
     """Begin a layerwise forward pass of `batches`; the model is in eval mode until the context ends.
 
@@ -89,7 +90,7 @@ class LayerwiseForward:
         model: PreTrainedModel,
         batches: Sequence[Batch],
         dense: DenseModules | None,
-        readers: Mapping[str, str],
+        readers: Mapping[str, tuple[str, ...]],
     ) -> None:
         self._model = model
         self._batches = batches
@@ -98,7 +99,7 @@ class LayerwiseForward:
         self._dense_forwards = [_Forward(model, batch, dense=True) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
         self._readers = dict(readers)
-        self._hooks = {reader: self._remember(reader) for reader in {*readers.values()}}
+        self._hooks = {reader: self._remember(reader) for reader in {*chain.from_iterable(readers.values())}}
 
     def _remember(self, name: str) -> RemovableHandle:
         """Make all passes remember the latest input of the module `name`, until `_forget`."""
@@ -179,8 +180,8 @@ class LayerwiseForward:
             for name, error in self._sum_errors(group, number, x):
                 errors[name] = errors.get(name, 0) + error
         self._undo.pop(first.name)()
-        read = {self._readers.pop(target.name) for target in group if target.name in self._readers}
-        for reader in read.difference(self._readers.values()):
+        read = {reader for target in group for reader in self._readers.pop(target.name, ())}
+        for reader in read.difference(*self._readers.values()):
             self._forget(reader)
         errors = {name: error / collector.examples for name, error in errors.items()}
         return {**collector.finish(), "sum_errors": errors}
@@ -193,12 +194,13 @@ class LayerwiseForward:
             x: its inputs X̂ of the targets `(batch, tokens, in)`, zero at padding.
         """
         for target in group:
-            if reader := self._readers.get(target.name):
-                forwards = self._dense_forwards[number], self._forwards[number]
-                wanted, present = (forward.inputs[reader].to(x) for forward in forwards)
+            if readers := self._readers.get(target.name):
+                wanted, present = self._dense_forwards[number].inputs, self._forwards[number].inputs
+                missed = sum(wanted[reader].to(x) - present[reader].to(x) for reader in readers)
+                assert isinstance(missed, Tensor)
                 rows = x.flatten(0, 1)
                 real = rows.any(1)  # hidden states at padding may be nan
-                yield target.name, (wanted - present).reshape(-1, target.out_features)[real].T @ rows[real]
+                yield target.name, missed.reshape(-1, target.out_features)[real].T @ rows[real]
 
     def end_block(self, block: str) -> list[BlockCall]:
         """Run all passes of both models to the end of the transformer layer `block`, and return its calls.

@@ -1,14 +1,16 @@
 """Residual connections: finds the hidden states that a layer's output is added to.
 
 Error compensation can correct their error (eckart/factorization/error_compensation.py). They are found in a forward
-pass of one example, in any architecture: one term of an addition is the output of the layer, the other was the input of
-some module before. Where a norm or a factor comes between output and addition, as in Gemma 2 or Granite, nothing is
+pass of one example, in any architecture: one term of an addition is the output of the layer, or a sum with it, and the
+other was the input of some module before. Where attention and MLP run side by side, as in GPT-NeoX, an output has
+several such terms. Where a norm or a factor comes between output and addition, as in Gemma 2 or Granite, nothing is
 found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,9 +31,24 @@ def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | No
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
+@dataclass
+class _Layer:
+    """A layer in a forward pass.
+
+    Attributes:
+        output: address of its output.
+        known: address → module whose latest input it is when the layer runs.
+        terms: those of `known` that its output is added to.
+    """
+
+    output: int
+    known: Mapping[int, str]
+    terms: dict[int, str] = field(default_factory=dict)
+
+
 @torch.no_grad()
-def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str]) -> dict[str, str]:
-    """Return layer → module whose `first_input` are the hidden states that the layer's output is added to.
+def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return layer → modules whose `first_input` are the terms that the layer's output is added to.
 
     Args:
         batch: model inputs, each `(batch, …)`. A few tokens of a long text are enough.
@@ -40,10 +57,10 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
     batch = shortened(model, batch)
     latest: dict[str, int] = {}
     """Module → address of its latest input."""
-    outputs: dict[int, tuple[str, dict[int, str]]] = {}
-    """Address of a layer's output → the layer, and the modules whose latest inputs are known when it runs."""
     seen: list[Tensor] = []  # kept, so that no later tensor has the address of an earlier one
-    found: dict[str, str] = {}
+    layers: dict[str, _Layer] = {}
+    parts: dict[int, set[str]] = {}
+    """Address of an output or a sum → the layers whose outputs are in it."""
 
     def read(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if (x := first_input(args, kwargs)) is not None:
@@ -52,13 +69,19 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
 
     def made(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         seen.append(output)
-        outputs[output.data_ptr()] = name, {address: module for module, address in reversed(latest.items())}
+        layers[name] = _Layer(output.data_ptr(), {address: module for module, address in reversed(latest.items())})
+        parts[output.data_ptr()] = {name}
 
-    def added(a: Tensor, b: Tensor) -> None:
-        for term, other in ((a, b), (b, a)):
-            layer, readers = outputs.get(term.data_ptr(), ("", {}))
-            if term.shape == other.shape and (reader := readers.get(other.data_ptr())):
-                found[layer] = reader
+    def added(a: Tensor, b: Tensor, total: Tensor) -> None:
+        seen.extend((a, b, total))
+        if a.shape != b.shape:
+            return
+        first, second = a.data_ptr(), b.data_ptr()
+        for term, other in ((first, second), (second, first)):
+            for layer in map(layers.__getitem__, parts.get(term, ())):
+                if module := layer.known.get(other):
+                    layer.terms[other] = module
+        parts[total.data_ptr()] = parts.get(first, set()) | parts.get(second, set())
 
     hooks = [model.get_submodule(name).register_forward_hook(partial(made, name)) for name in names]
     hooks += [
@@ -66,23 +89,35 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
         for name, module in model.named_modules()
         if name and name not in names
     ]
-    with hooked(hooks), eval_mode(model), _Additions(added, seen):
+    with hooked(hooks), eval_mode(model), _Additions(added):
         model(**batch)
-    return found
+    return {name: tuple(layers[name].terms.values()) for name in _each_error_once(layers)}
+
+
+def _each_error_once(layers: Mapping[str, _Layer]) -> list[str]:
+    """Return the layers with terms, without those after which another layer would correct the same error again.
+
+    That layer does not know what they have corrected: in Falcon, no module reads the attention's output.
+    """
+    once: dict[str, _Layer] = {}
+    for name, layer in reversed([*layers.items()]):
+        again = (later for later in once.values() if layer.terms.keys() & later.terms.keys())
+        if layer.terms and all(layer.output in later.terms for later in again):
+            once[name] = layer
+    return [*reversed(once)]
 
 
 class _Additions(TorchFunctionMode):
-    """Calls `added` with the two terms of each addition of tensors, before it is computed."""
+    """Calls `added` with the two terms and the result of each addition of tensors."""
 
-    def __init__(self, added: Callable[[Tensor, Tensor], None], seen: list[Tensor]) -> None:
+    def __init__(self, added: Callable[[Tensor, Tensor, Tensor], None]) -> None:
         super().__init__()
-        self.added, self.seen = added, seen
+        self.added = added
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        terms = args[:2]
-        if getattr(func, "__name__", "") in _ADDING and all(isinstance(term, Tensor) for term in terms):
-            self.seen.extend(terms)
-            self.added(*terms)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _ADDING and all(isinstance(term, Tensor) for term in args[:2]):
+            self.added(args[0], args[1], result)
+        return result

@@ -241,13 +241,25 @@ def test_a_sum_with_a_norm_between_is_not_found():
     assert residual_readers(model, batch, [target.name for target in find_targets(model, batch).targets]) == {}
 
 
-def test_only_what_a_layer_can_know_is_its_sum():
-    """Attention and MLP of GPT-NeoX run side by side: the MLP can correct the attention, which runs before it."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+def test_only_what_a_layer_can_know_is_its_sum() -> None:
+    """Attention and MLP of GPT-NeoX run side by side: only the MLP can correct the attention, which runs before it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     model = tiny.build("GPTNeoXForCausalLM", vocab_size=tiny.VOCABULARY, **sizes)
     batch = {name: BATCHES[0][name] for name in ("input_ids", "attention_mask")}
     found = residual_readers(model, batch, [target.name for target in find_targets(model, batch).targets])
-    assert list(found) == ["gpt_neox.layers.0.mlp.dense_4h_to_h"]
+    for layer, hidden in (("0", "gpt_neox.emb_dropout"), ("1", "gpt_neox.layers.1")):
+        block = f"gpt_neox.layers.{layer}"
+        assert found.pop(f"{block}.attention.dense") == (hidden,)
+        assert found.pop(f"{block}.mlp.dense_4h_to_h") == (f"{block}.post_attention_dropout", hidden)
+    assert not found
+
+
+def test_no_error_is_corrected_twice() -> None:
+    """In Falcon, the MLP cannot know what the attention beside it has corrected."""
+    model = tiny.build("FalconForCausalLM", vocab_size=tiny.VOCABULARY, **tiny.LAYERS)
+    batch = {name: BATCHES[0][name] for name in ("input_ids", "attention_mask")}
+    found = residual_readers(model, batch, [target.name for target in find_targets(model, batch).targets])
+    assert [*found] == ["transformer.h.0.mlp.dense_4h_to_h", "transformer.h.1.mlp.dense_4h_to_h"]
 
 
 def test_the_layers_of_a_product_are_anchored():
