@@ -107,7 +107,11 @@ def absorbed(weight: Tensor, norm: ErrorNorm, side: Literal["left", "right"]) ->
     """Return L W, or W R, and the norm without this side: they have the weighted singular values of W and the norm.
 
     The same holds for any columns of L W, or rows of W R: to decompose such a part, no root of this side is needed.
+
+    Raises:
+        ValueError: the weight or a side of the norm is not finite.
     """
+    _check_finite(weight, norm)
     weight, norm = accelerated(weight, norm)
     w = weight.to(exact_dtype(weight))
     if side == "left":

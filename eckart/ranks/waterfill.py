@@ -211,8 +211,11 @@ def _moments(problem: SearchProblem, target: Target, mlp: Mlp, order: NeuronOrde
 
 def _absorbed(problem: SearchProblem, target: Target, side: Literal["left", "right"]) -> tuple[Tensor, ErrorNorm]:
     """Return weight and norm of a layer of an MLP, with one side of the norm in the weight."""
-    weight = weight_of(problem.model.get_submodule(target.name))
-    return absorbed(weight, weigh(problem.weighting, target, problem.statistics), side)
+    try:
+        weight = weight_of(problem.model.get_submodule(target.name))
+        return absorbed(weight, weigh(problem.weighting, target, problem.statistics), side)
+    except ValueError as error:
+        raise ValueError(f"{target.name}: {error}") from error
 
 
 def _narrowing(problem: SearchProblem, mlp: Mlp, order: NeuronOrder) -> State:

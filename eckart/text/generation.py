@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 
 import torch
 from torch import Tensor
@@ -23,32 +22,31 @@ def continued(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int) ->
         tokens: largest number of new tokens.
 
     Returns:
-        New tokens `(batch, new)`, filled up with end-of-text tokens.
+        New tokens `(batch, new)`, filled up with padding, or end-of-text tokens if the model has no padding token.
     """
     ends = special_tokens(model, "eos_token_id")
+    padding = [token for token in special_tokens(model, "pad_token_id") if token >= 0] or ends  # LLaMA's was -1
     settings = GenerationConfig(
         max_new_tokens=tokens,
         use_cache=model.generation_config.use_cache,
         eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else None,
+        pad_token_id=padding[0] if padding else None,
     )
-    with generation_settings(model, settings):
-        written: Tensor = model.generate(input_ids=ids, attention_mask=mask)  # type: ignore[operator]
+    written: Tensor = with_settings(model, settings).generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=mask
+    )
     return written[:, ids.shape[1] :]
 
 
-@contextmanager
-def generation_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Give the model other settings for generation until the context ends.
+def with_settings(model: PreTrainedModel, settings: GenerationConfig) -> PreTrainedModel:
+    """Return the model with other settings for generation; all its modules are shared with `model`.
 
-    As an argument of `generate` they would not do: it fills their gaps with the model's own.
+    As an argument of `generate` they would not do: it fills their gaps with the model's own. And these must stay where
+    they are, because a server answers several requests at once.
     """
-    own = model.generation_config
-    try:
-        model.generation_config = settings
-        yield
-    finally:
-        model.generation_config = own
+    other = copy.copy(model)
+    other.generation_config = settings
+    return other
 
 
 def special_tokens(model: PreTrainedModel, name: str) -> list[int]:

@@ -21,7 +21,7 @@ from eckart.calibration.losses import Batch
 from eckart.model.module_context import eval_mode
 from eckart.model.positions import longest_text
 from eckart.progress import Progress, bar
-from eckart.text.generation import generation_settings, special_tokens
+from eckart.text.generation import special_tokens, with_settings
 
 First = Literal["bos", "random"]
 """First token of a document: the token with which the model's texts begin, or any token of its vocabulary."""
@@ -79,10 +79,11 @@ def write_text(
     batches: list[Batch] = []
     device = "cpu" if model.device.type == "meta" else model.device
     settings = GenerationConfig(max_new_tokens=length - 1, use_cache=model.generation_config.use_cache)
-    with generation_settings(model, settings), eval_mode(model):
+    with eval_mode(model):
+        writer = with_settings(model, settings)
         for size in progress(sizes, "text", "batch"):
             start = draws.start(size, length).to(device)
-            written = model.generate(  # type: ignore[operator]
+            written = writer.generate(  # type: ignore[operator]
                 input_ids=start, attention_mask=torch.ones_like(start), logits_processor=LogitsProcessorList([draws])
             )
             ids = written.cpu()

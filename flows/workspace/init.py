@@ -280,6 +280,8 @@ def _amending(
     if options.data or options.base or options.label or options.task:
         decided.add("target_length")
     before = present["data"]
+    if options.data and not before["separator"]:
+        decided.add("separator")
     changed = bool(data) and data["task"] != before["task"]
     if changed:
         decided.add("metric")

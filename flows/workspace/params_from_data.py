@@ -87,8 +87,6 @@ def of_data(
     }
     if task_class(kind).running_text:  # sizes count blocks, and drops are perplexity
         changes["data"] |= _blocks(tokenizer)
-        if train.suffix.lower() == ".txt":  # its lines keep their line breaks, so joined they are the file's text
-            changes["data"]["separator"] = ""
         changes["study"] = {"recipes": ["narrowed"], "keeps": [0.8, 0.6], "control": "narrowed"}
         changes["importance"] = {"batch_size": _AT_ONCE}
         changes["trainer"] = {"micro_batch": _AT_ONCE}
@@ -103,6 +101,10 @@ def of_data(
         changes[name] = changes.get(name, {}) | section_of_task
     section = sections(read())["data"]
     changes["data"] |= {name: None for name in ("config", "revision") if section[name]}  # of a data set on the hub
+    if task_class(kind).running_text and train.suffix.lower() == ".txt":
+        changes["data"]["separator"] = ""  # lines keep their line breaks, so joined they are the file's text
+    elif section["separator"] == "":
+        changes["data"]["separator"] = None
     yaml_edit.change(section, changes["data"])
     data = parse(section, Data, PARAMS, "data")
     _, labels = split_and_convert(load_source(data), data)  # raises the errors of the stage extract

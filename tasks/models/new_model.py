@@ -43,8 +43,7 @@ def make(new: NewModel, dtype: str, task: Task, train: pd.DataFrame) -> Base:
     tokenizer = word_tokenizer(new, _texts(train))
     kind = kind_of(task)
     try:
-        special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-        config = _config(new, vocab_size=len(tokenizer), **special, **kind.head())
+        config = _config(new, tokenizer, **kind.head())
         model = kind.auto.from_config(config, dtype=getattr(torch, dtype))
     except (TypeError, ValueError) as error:
         raise StageError(f"model.new cannot be made for this task: {error}") from error
@@ -74,13 +73,15 @@ def _texts(train: pd.DataFrame) -> Iterable[str]:
             yield cell if isinstance(cell, str) else " ".join(cell)  # a list of words
 
 
-def _config(new: NewModel, **given: Any) -> PreTrainedConfig:
-    """Return the config of the model.
+def _config(new: NewModel, tokenizer: PreTrainedTokenizerFast, **head: Any) -> PreTrainedConfig:
+    """Return the config of the model; model.new may name other tokens that begin and end texts than the tokenizer.
 
     Raises:
         ValueError: model.new names a type or a value that does not exist; transformers would keep an unknown value.
     """
     default = AutoConfig.for_model(new.model_type)
+    given = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **head}
     if unknown := [name for name in new.config if name in given or not hasattr(default, name)]:
         raise ValueError(f"a {new.model_type} has no {', '.join(unknown)} that could be set: correct model.new.config")
-    return AutoConfig.for_model(new.model_type, **{**new.config, **given})
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return AutoConfig.for_model(new.model_type, **{**ends, **new.config, **given})

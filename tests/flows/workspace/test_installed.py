@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 from transformers import T5Config
@@ -346,6 +347,21 @@ def test_other_text_keeps_the_number_of_blocks(own: Path) -> None:
     new_workspace.init(Path("shop"), replace(text, base=None, data=Path("second.txt")), again=True)
     data = params(Path("shop"))["data"]
     assert (data["source"], data["sizes"]["calibration"]) == ("data/raw/second.txt", 7)
+
+
+def test_rows_of_another_format_are_joined_in_another_way(own: Path) -> None:
+    lines = [f"a good movie {number}" for number in range(9000)]
+    Path("long.txt").write_text("\n".join(lines))
+    pd.DataFrame({"text": lines}).to_csv("long.csv", index=False)
+    for name, again, expected in (("long.txt", False, ""), ("long.csv", True, None), ("long.txt", True, "")):
+        base = None if again else "my-model"
+        new_workspace.init(
+            Path("shop"), InitOptions(base, Path(name), None, None, None, "language_modeling"), again=again
+        )
+        assert params(Path("shop"))["data"].get("separator") == expected
+    yaml_edit.update({"data": {"separator": "\n"}}, Path("shop/params.yaml"))
+    new_workspace.init(Path("shop"), replace(NONE, data=Path("long.csv")), again=True)
+    assert params(Path("shop"))["data"]["separator"] == "\n"
 
 
 def test_another_task_has_no_option_of_the_one_before(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,9 +191,23 @@ class TestFirstToken:
         texts = [TEXT[:length] for length in (1, 3, 6)]
         plain = [kind_of(spec).answers(llama, letters, rows(text), 1, continuation=6)[0] for text in texts]
         llama.generation_config.update(repetition_penalty=3.0, no_repeat_ngram_size=1, max_length=2)
-        together = kind_of(spec).answers(llama, letters, pd.DataFrame({"text": texts}), 3, continuation=6)
+        seen = set[float]()  # by other requests of a server in the meantime
+        llama.model.register_forward_hook(lambda *_: seen.add(llama.generation_config.repetition_penalty))
+        together = kind_of(spec).answers(llama, letters, rows(*texts), 3, continuation=6)
         assert [answer["continuation"] for answer in together] == [answer["continuation"] for answer in plain]
-        assert llama.generation_config.repetition_penalty == 3.0
+        assert seen == {3.0}
+
+    def test_an_end_that_is_a_letter_is_written_once(self) -> None:
+        """Texts of a batch that end early are filled up with what `decode` leaves out."""
+        llama, letters, spec = model(), self.letters(), task(8, first="bos")
+        texts = [TEXT[:length] for length in (1, 3, 6)]
+        written = [kind_of(spec).answers(llama, letters, rows(text), 1, continuation=6)[0] for text in texts]
+        end = next(letter for answer in written for letter in answer["continuation"][1:] if letter.isascii())
+        llama.generation_config.eos_token_id = letters(end)["input_ids"]
+        alone = [kind_of(spec).answers(llama, letters, rows(text), 1, continuation=6)[0] for text in texts]
+        together = kind_of(spec).answers(llama, letters, rows(*texts), 3, continuation=6)
+        assert [answer["continuation"] for answer in together] == [answer["continuation"] for answer in alone]
+        assert any(answer["continuation"].endswith(end) for answer in alone)
 
     def test_a_tokenizer_without_it_is_an_error(self) -> None:
         with pytest.raises(StageError, match=r"data\.first"):
