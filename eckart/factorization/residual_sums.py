@@ -9,7 +9,7 @@ found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,12 +36,10 @@ class _Layer:
     """A layer in a forward pass.
 
     Attributes:
-        output: address of its output.
         known: address → module whose latest input it is when the layer runs.
         terms: those of `known` that its output is added to.
     """
 
-    output: int
     known: Mapping[int, str]
     terms: dict[int, str] = field(default_factory=dict)
 
@@ -69,7 +67,7 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
 
     def made(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         seen.append(output)
-        layers[name] = _Layer(output.data_ptr(), {address: module for module, address in reversed(latest.items())})
+        layers[name] = _Layer({address: module for module, address in reversed(latest.items())})
         parts[output.data_ptr()] = {name}
 
     def added(a: Tensor, b: Tensor, total: Tensor) -> None:
@@ -91,20 +89,28 @@ def residual_readers(model: PreTrainedModel, batch: Batch, names: Collection[str
     ]
     with hooked(hooks), eval_mode(model), _Additions(added):
         model(**batch)
-    return {name: tuple(layers[name].terms.values()) for name in _each_error_once(layers)}
+    return {name: tuple(layers[name].terms.values()) for name in _each_error_once(layers, parts)}
 
 
-def _each_error_once(layers: Mapping[str, _Layer]) -> list[str]:
-    """Return the layers with terms, without those after which another layer would correct the same error again.
+def _each_error_once(layers: Mapping[str, _Layer], parts: Mapping[int, Set[str]]) -> list[str]:
+    """Return the layers with terms, without those whose error a later layer of the same sum would correct again.
 
-    That layer does not know what they have corrected: in Falcon, no module reads the attention's output.
+    The later layer does not know what they have corrected: in Falcon, no module reads the attention's output.
+
+    Args:
+        parts: address of a sum → the layers whose outputs are in it.
     """
-    once: dict[str, _Layer] = {}
-    for name, layer in reversed([*layers.items()]):
-        again = (later for later in once.values() if layer.terms.keys() & later.terms.keys())
-        if layer.terms and all(layer.output in later.terms for later in again):
-            once[name] = layer
-    return [*reversed(once)]
+    once = list[str]()
+
+    def again(name: str, later: str) -> bool:
+        shared = layers[name].terms.keys() & layers[later].terms.keys()
+        known = any(name in parts.get(term, ()) for term in layers[later].terms)
+        return bool(shared) and not known and any({name, later} <= part for part in parts.values())
+
+    for name in reversed([name for name, layer in layers.items() if layer.terms]):
+        if not any(again(name, later) for later in once):
+            once.append(name)
+    return once[::-1]
 
 
 class _Additions(TorchFunctionMode):

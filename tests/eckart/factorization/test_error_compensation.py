@@ -254,6 +254,26 @@ def test_only_what_a_layer_can_know_is_its_sum() -> None:
     assert not found
 
 
+class Skip(torch.nn.Module):
+    """Its output has the first hidden states twice, and its second layer reads a sum with the first one's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.first_norm, self.second_norm = torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        middle = hidden + self.first(self.first_norm(hidden))
+        return middle + self.second(self.second_norm(middle)) + hidden
+
+
+def test_a_later_layer_that_knows_an_output_corrects_beside_it() -> None:
+    found = residual_readers(Skip(), {"input_ids": torch.tensor([[1, 2]])}, ["first", "second"])  # type: ignore[arg-type]
+    assert found == {"first": ("first_norm",), "second": ("second_norm", "first_norm")}
+
+
 def test_no_error_is_corrected_twice() -> None:
     """In Falcon, the MLP cannot know what the attention beside it has corrected."""
     model = tiny.build("FalconForCausalLM", vocab_size=tiny.VOCABULARY, **tiny.LAYERS)

@@ -70,6 +70,8 @@ def test_texts_begin_and_end_with_tokens_of_the_new_vocabulary() -> None:
         assert (config.bos_token_id, config.eos_token_id) == (None, 2)
     told = new(model_type="llama", config={**layers, "eos_token_id": 1})
     assert make(told, "float32", TEXT, TRAIN).model.config.eos_token_id == 1
+    with pytest.raises(StageError, match=r"eos_token_id is 999: .* 10"):
+        make(new(model_type="llama", config={**layers, "eos_token_id": 999}), "float32", TEXT, TRAIN)
 
 
 @pytest.mark.parametrize("wrong", [{"hiden_size": 8}, {"vocab_size": 8}])
