@@ -25,7 +25,7 @@ is L W_S B[S, S] W_Sᵀ Lᵀ = L W (B − E) Wᵀ Lᵀ.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,12 +98,14 @@ def order_neurons(weight: Tensor, moment: Side, group: int, moments_at: Containe
     return NeuronOrder(chosen, widths, [*losses[:-1], 0.0], moments)
 
 
-def _move_to_end(tensors: Iterable[Tensor], places: Tensor) -> None:
-    """Exchange rows of each of `tensors`, so that those at `places` are the last; this moves few of a large matrix."""
+def _move_to_end(tensors: Sequence[Tensor], places: Tensor) -> None:
+    """Exchange rows of `tensors`, all of one length, so that those at `places` are the last; the others stay."""
+    count = len(tensors[0])
+    last = torch.arange(count - len(places), count, device=places.device)
+    first, second = places[~torch.isin(places, last)], last[~torch.isin(last, places)]
+    there, here = torch.cat([first, second]), torch.cat([second, first])
     for values in tensors:
-        last = torch.arange(len(values) - len(places), len(values), device=places.device)
-        first, second = places[~torch.isin(places, last)], last[~torch.isin(last, places)]
-        values[torch.cat([first, second])] = values[torch.cat([second, first])]
+        values[there] = values[here]
 
 
 def _round(remaining: Tensor, outputs: Tensor, size: int) -> Tensor:

@@ -83,10 +83,9 @@ def _config(new: NewModel, tokenizer: PreTrainedTokenizerFast, **head: Any) -> P
     given = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **head}
     if unknown := [name for name in new.config if name in given or not hasattr(default, name)]:
         raise ValueError(f"a {new.model_type} has no {', '.join(unknown)} that could be set: correct model.new.config")
+    ends = {name: new.config.get(name, getattr(tokenizer, name)) for name in ("bos_token_id", "eos_token_id")}
     words = range(len(tokenizer))
-    for name, value in new.config.items():
-        ids = value if isinstance(value, list) else [value]
-        if name in ("bos_token_id", "eos_token_id") and not all(token in (None, *words) for token in ids):
+    for name, value in ends.items():
+        if not all(token is None or token in words for token in (value if isinstance(value, list) else [value])):
             raise ValueError(f"model.new.config.{name} is {value}: write a number in 0 … {words[-1]}, or leave it out")
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return AutoConfig.for_model(new.model_type, **{**ends, **new.config, **given})
+    return AutoConfig.for_model(new.model_type, **{**new.config, **ends, **given})
