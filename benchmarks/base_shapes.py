@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import STATISTIC_KINDS, StatisticKind, collect
 from eckart.factorization.weighted_svd import decompose, spectrum, weighted_loss
 from eckart.factorization.weightings import ErrorNorm
+from eckart.model.batches import Batch
 from eckart.model.targets import Target, find_targets
 from tasks.scoring.timing import in_rounds
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, megabytes, parser_of_candidates, times_cell
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.onnx import KEPT, cache_of, runner
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
 from tasks.artifacts.results_schema import Exports, Runtime

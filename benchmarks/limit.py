@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import parser_of_candidates
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from tasks.artifacts.paths import FINETUNED
 from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import eckart as eckart  # registers the format of candidates with transformers
 from benchmarks.cells import ORIGINAL, parser_of_candidates
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.lstm import LSTMLayer
 from eckart.model.targets import Targets
 from tasks.artifacts.paths import FINETUNED, TARGETS

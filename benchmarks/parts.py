@@ -18,11 +18,11 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.weighted_svd import spectrum
 from eckart.factorization.weightings import Weighting, weigh
+from eckart.model.batches import Batch
 from eckart.model.targets import Storage, Target, Targets, weight_of
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import stored

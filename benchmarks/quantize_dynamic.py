@@ -22,7 +22,7 @@ from onnxruntime.quantization import quantize_dynamic
 
 from benchmarks.cells import megabytes, metric_cell, metric_title, times_cell
 from eckart import onnx
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from tasks.artifacts.paths import ONNX, ONNX_FILES
 from tasks.artifacts.task_spec import load_task
 from tasks.config.params_file import section

@@ -37,21 +37,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.arguments import Score, check_model, continues_text, keeps_of, number, patterns_of, recipe_of
-from eckart.calibration.batches import prepare_batches
+from eckart.calibration.batch_preparation import prepare_batches
 from eckart.calibration.calibrate import calibrate
 from eckart.calibration.embeddings import embedding_loss as embedding_loss
 from eckart.calibration.head_loss import check_loss, mean_warning, objective_of
-from eckart.calibration.losses import (
-    Batch,
-    DrawnLoss,
-    Loss,
-    Objective,
-    batch_size,
-    examples_of,
-    first_examples,
-    objective_with,
-    row_of,
-)
+from eckart.calibration.losses import DrawnLoss, Loss, Objective, objective_with
 from eckart.calibration.passes import passes
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
@@ -61,6 +51,7 @@ from eckart.factorization.factorize import factorize_model
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.refinement import RefinedBlock
 from eckart.model import hf_format, lstm, mamba
+from eckart.model.batches import Batch, batch_size, examples_of, first_examples, row_of
 from eckart.model.experts import unfused
 from eckart.model.layers import keep_values
 from eckart.model.macs import macs

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics_files import load_statistics
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.refinement import NO_STORE
 from eckart.factorization.weightings import Weighting
+from eckart.model.batches import Batch
 from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
 from eckart.model.targets import Targets

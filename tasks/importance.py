@@ -9,13 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from eckart.calibration.calibrate import calibrate
-from eckart.calibration.losses import Batch, batch_size
 from eckart.calibration.passes import passes
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.routed_tokens import without_unreached
 from eckart.calibration.statistics_files import join_statistics, load_statistics, save_statistics
 from eckart.calibration.warnings import unreached_warning
 from eckart.model.attention_products import find_products
+from eckart.model.batches import Batch, batch_size
 from eckart.model.experts import unfuse
 from eckart.model.targets import Targets, find_targets, unmatched_warning
 from tasks.artifacts.paths import IMPORTANCE, SHARDS, TARGETS

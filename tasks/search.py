@@ -16,11 +16,12 @@ from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel, set_seed
 
-from eckart.calibration.losses import Batch, Loss
+from eckart.calibration.losses import Loss
 from eckart.calibration.robust_gradients import RobustGradients
 from eckart.calibration.statistics_files import load_statistics, save_statistics
 from eckart.factorization.factorize import InOrder
 from eckart.factorization.weightings import Weighting
+from eckart.model.batches import Batch
 from eckart.model.experts import unfuse
 from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch

@@ -19,10 +19,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss, without_labels
+from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting
+from eckart.model.batches import without_labels
 from eckart.model.layers import LowRankLinear, factorize_target, narrowed_like, set_weight
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.mamba import MambaConfig, MambaForSequenceClassification

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, first_examples
+from eckart.calibration.losses import Loss
 from eckart.calibration.passes import Pass
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect
 from eckart.calibration.warnings import few_tokens_warning, padding_warning, selection_warning, underflow_warning
+from eckart.model.batches import Batch, first_examples
 
 
 def calibrate(

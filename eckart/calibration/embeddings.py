@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, DrawnLoss, Loss, Predictions, at_least_float32, real_tokens
+from eckart.calibration.losses import DrawnLoss, Loss, Predictions, at_least_float32
+from eckart.model.batches import Batch, real_tokens
 from eckart.model.module_context import frozen
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]

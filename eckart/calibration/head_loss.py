@@ -20,22 +20,17 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from eckart.calibration.losses import (
-    IGNORED,
-    LABELS,
-    Batch,
     Loss,
     Objective,
-    batch_size,
     causal_loss,
-    first_examples,
     mean_loss_times_batch,
     objective_with,
-    row_of,
     span_loss,
     sum_loss,
     sum_of_means,
     token_loss,
 )
+from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, first_examples, row_of
 from eckart.model.module_context import eval_mode, without_cache
 from eckart.model.probing import masks_of, shortened
 

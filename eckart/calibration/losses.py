@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 from transformers.modeling_outputs import ModelOutput
 
-Batch = Mapping[str, Tensor]
-"""Inputs of a model: name → values `(batch, …)`."""
-IGNORED = -100
-"""Label of tokens that do not count in any loss."""
-LABELS = frozenset({"labels", "start_positions", "end_positions"})
-"""Names of the entries of a batch that only the loss reads."""
+from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, real_tokens, without_labels
+
 _NEVER = -1e4  # logit of an impossible prediction; finite, so that the KL divergence of two such logits is 0
 
 Model = Callable[..., Any]
@@ -178,49 +174,6 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
 def at_least_float32(values: Tensor) -> Tensor:
     """Return floating-point `values` in float32, or as they are if they are more precise."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def batch_size(batch: Batch) -> int:
-    """Return the number of examples in `batch`."""
-    return batch.get("input_ids", next(iter(batch.values()))).shape[0]
-
-
-def examples_of(batch: Batch, start: int, stop: int) -> dict[str, Tensor]:
-    """Return some examples of `batch`. All entries of a single example belong to it, such as the patches of images."""
-    if batch_size(batch) == 1:
-        return dict(batch)
-    return {name: values[start:stop] for name, values in batch.items()}
-
-
-def first_examples(batch: Batch, count: int) -> dict[str, Tensor]:
-    """Return the first `count` examples of `batch`."""
-    return examples_of(batch, 0, count)
-
-
-def without_labels(batch: Batch) -> dict[str, Tensor]:
-    """Return `batch` without its entry `labels`, so that a model computes no loss."""
-    return {name: values for name, values in batch.items() if name != "labels"}
-
-
-def labels_are_tokens(batch: Batch) -> bool:
-    """Whether the labels of `batch` are whole numbers `(batch, tokens)`, as the ids of a text to write are."""
-    labels = batch.get("labels")
-    return labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-
-
-def real_tokens(batch: Batch, like: Tensor) -> Tensor:
-    """Return which tokens of the texts are not padding, `(batch, tokens)`; without an attention mask, all are.
-
-    Args:
-        like: any tensor `(batch, tokens, …)`.
-    """
-    mask = batch.get("attention_mask")
-    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device) if mask is None else mask != 0
-
-
-def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
-    """Return the example with number `row` as a batch of its own."""
-    return examples_of(batch, row, row + 1)
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size, mean_loss_times_batch
+from eckart.calibration.losses import Loss, at_least_float32, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
+from eckart.model.batches import Batch, batch_size
 from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.probing import ATTENTION, PICTURES, is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of

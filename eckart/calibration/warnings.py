@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, row_of
+from eckart.calibration.losses import Loss
 from eckart.calibration.routed_tokens import unreached
 from eckart.calibration.statistics import StatisticKind, Statistics, collect
+from eckart.model.batches import Batch, row_of
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, first_examples, mean_loss_times_batch
+from eckart.calibration.losses import Loss, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
@@ -53,6 +53,7 @@ from eckart.factorization.refinement import (
 )
 from eckart.factorization.residual_sums import residual_readers
 from eckart.factorization.weightings import Weighting
+from eckart.model.batches import Batch, first_examples
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, Tied, weight_of

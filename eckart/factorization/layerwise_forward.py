@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Collector, Statistics
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.residual_sums import first_input
+from eckart.model.batches import Batch
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target
 

@@ -45,9 +45,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, at_least_float32, batch_size, examples_of
+from eckart.calibration.losses import Loss, at_least_float32
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
+from eckart.model.batches import Batch, batch_size, examples_of
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
 from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.targets import Product, Target, in_selector

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import shortened
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Objective, logits_error
+from eckart.calibration.losses import Objective, logits_error
+from eckart.model.batches import Batch
 from eckart.model.layers import replaced
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Target

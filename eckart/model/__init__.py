@@ -1,1 +1,1 @@
-"""Code about models: target layers, the layers that replace them, the Hugging Face format, a forward pass's cost."""
+"""Code about models: batches, target layers and their replacements, the Hugging Face format, a forward pass's cost."""

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.integrations import moe as _moe  # noqa: F401 (registers an operation)
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.module_context import frozen
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, row_of
+from eckart.model.batches import Batch, row_of
 from eckart.model.experts import Experts
 from eckart.model.layers import narrowed_like, replaced, shape_of
 from eckart.model.module_context import eval_mode, hooked

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from eckart.calibration.losses import batch_size, examples_of
+from eckart.model.batches import batch_size, examples_of
 from eckart.model.module_context import eval_mode, hooked
 
 ATTENTION = "attention_mask"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import labels_are_tokens
+from eckart.model.batches import labels_are_tokens
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
 from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers

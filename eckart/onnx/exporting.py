@@ -24,7 +24,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.calibration.embeddings import Pooling, embeddings
-from eckart.calibration.losses import LABELS, Batch
+from eckart.model.batches import LABELS, Batch
 from eckart.model.experts import unfused
 from eckart.model.round_trip import without_constants
 from eckart.onnx.running import (

@@ -13,7 +13,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import Tensor
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.onnx.graph_edits import save_graph
 from eckart.onnx.running import explained, quiet, weights_of
 from eckart.onnx.smoothing import smooth

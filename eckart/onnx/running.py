@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 
 KEPT = "num_logits_to_keep"
 """Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""

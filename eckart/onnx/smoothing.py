@@ -21,7 +21,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.onnx.graph_edits import save_graph
 from eckart.onnx.running import runner
 

@@ -42,10 +42,10 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.passes import layer_of
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.single_target_ablation import losses_of_replacements
+from eckart.model.batches import Batch
 from eckart.model.layers import restored
 from eckart.model.module_context import frozen
 from eckart.model.targets import Target

@@ -36,8 +36,8 @@ from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch
 from eckart.factorization.weighted_svd import Decomposition
+from eckart.model.batches import Batch
 from eckart.model.layers import LowRankLinear, factorize_target, set_weight
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance

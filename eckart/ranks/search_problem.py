@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target
 from eckart.factorization.weighted_svd import Decomposition, spectrum
 from eckart.factorization.weightings import Weighting, weigh
+from eckart.model.batches import Batch
 from eckart.model.mlps import Widths
 from eckart.model.targets import Product, Target, weight_of
 from eckart.progress import Progress, silent

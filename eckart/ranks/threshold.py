@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.passes import layer_of
+from eckart.model.batches import Batch
 from eckart.model.layers import LowRankLinear, factorize_target, merge
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total

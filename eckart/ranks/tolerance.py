@@ -34,9 +34,9 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, batch_size
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
+from eckart.model.batches import Batch, batch_size
 from eckart.model.layers import set_weight
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.targets import Product, Target

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.module_context import eval_mode
 from eckart.model.positions import longest_text
 from eckart.progress import Progress, bar

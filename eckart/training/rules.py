@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 
 
 class Rule:

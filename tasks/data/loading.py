@@ -11,7 +11,7 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from tasks.artifacts.paths import CALIBRATION
 from tasks.artifacts.task_spec import SPLITS, Split, Task, load_split, load_task
 from tasks.models.model_io import TEACHER, load

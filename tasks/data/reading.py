@@ -342,7 +342,7 @@ def as_frame(rows: datasets.Dataset | pd.DataFrame, label: str | None) -> pd.Dat
     if label and isinstance(feature, datasets.ClassLabel):
         frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
     if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
-        from eckart.calibration.losses import IGNORED  # imports torch, which these tasks need anyway
+        from eckart.model.batches import IGNORED  # imports torch, which these tasks need anyway
 
         ignored = [IGNORED] if frame[label].explode().eq(IGNORED).any() else []
         names = pd.CategoricalDtype([*tags.names, *ignored])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from eckart.calibration.losses import IGNORED
+from eckart.model.batches import IGNORED
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 

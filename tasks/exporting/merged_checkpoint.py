@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.experts import fuse
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, merge, narrowed_shapes

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.hf_format import plain_config
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name

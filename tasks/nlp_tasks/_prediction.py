@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, LABELS, Batch
+from eckart.model.batches import IGNORED, LABELS, Batch
 from tasks.artifacts.errors import StageError
 from tasks.models.device import to_device
 

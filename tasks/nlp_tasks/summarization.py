@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
-from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labeled_logits, token_loss, token_losses
+from eckart.calibration.batch_preparation import decoder_inputs
+from eckart.calibration.losses import Loss, Predictions, labeled_logits, token_loss, token_losses
+from eckart.model.batches import IGNORED
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.nlp_tasks._encoding import encode_texts

@@ -19,7 +19,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Loss, Predictions, labeled_logits, sum_of_means, token_loss
+from eckart.calibration.losses import Loss, Predictions, labeled_logits, sum_of_means, token_loss
+from eckart.model.batches import IGNORED
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName

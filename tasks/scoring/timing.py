@@ -11,7 +11,7 @@ import torch
 from scipy.stats import quantile_test
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from tasks.artifacts.results_schema import Times
 
 Forward = Callable[[Batch], Any]

@@ -29,7 +29,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
-from eckart.calibration.losses import Loss, batch_size, mean_loss, without_labels
+from eckart.calibration.losses import Loss, mean_loss
+from eckart.model.batches import batch_size, without_labels
 from eckart.model.hf_format import converted
 from eckart.model.module_context import kept_config
 from eckart.training.learning_rate import share_of_peak

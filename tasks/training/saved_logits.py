@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from eckart.calibration.losses import Batch
+from eckart.model.batches import Batch
 from eckart.model.module_context import frozen
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.recovery.teacher_logits import TeacherLogits, keys, teach

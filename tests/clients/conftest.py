@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot
+from eckart.model.batches import without_labels
 from eckart.model.hf_format import describe, save
 from tests import tiny
 

@@ -30,10 +30,11 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import eckart
 from eckart import arguments
-from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, mean_loss_times_batch, without_labels
+from eckart.calibration.batch_preparation import decoder_inputs
+from eckart.calibration.losses import mean_loss_times_batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
+from eckart.model.batches import IGNORED, without_labels
 from eckart.model.layers import factorized
 from eckart.model.targets import find_targets
 from eckart.ranks.search_problem import SearchProblem, SearchResult

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size
+from eckart.calibration.losses import Loss
+from eckart.model.batches import Batch, batch_size
 from eckart.model.layers import gradient_of, low_rank_layers, matrix_of
 from eckart.model.targets import Target
 from tasks.report.figures.plot import ORIGINAL, Figure, Line, Pattern, Plot

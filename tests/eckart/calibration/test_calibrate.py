@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from eckart.calibration.calibrate import calibrate
-from eckart.calibration.losses import Batch, mean_loss_times_batch, without_labels
+from eckart.calibration.losses import mean_loss_times_batch
 from eckart.calibration.passes import passes
 from eckart.calibration.statistics import StatisticKind, collect
+from eckart.model.batches import Batch, without_labels
 from eckart.model.targets import find_targets
 from tests import tiny
 

@@ -12,8 +12,9 @@ from transformers.modeling_outputs import ModelOutput
 
 import eckart
 from eckart.calibration.embeddings import Pooling, embedding_loss, embeddings
-from eckart.calibration.losses import Batch, DrawnLoss, without_labels
+from eckart.calibration.losses import DrawnLoss
 from eckart.calibration.statistics import collect
+from eckart.model.batches import Batch, without_labels
 from eckart.model.targets import find_targets
 from tests import tiny
 

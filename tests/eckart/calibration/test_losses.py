@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import (
-    IGNORED,
-    Batch,
     DrawnLoss,
     causal_loss,
     expected_losses,
@@ -21,9 +19,9 @@ from eckart.calibration.losses import (
     predictions_of,
     span_loss,
     token_loss,
-    without_labels,
 )
 from eckart.calibration.statistics import collect
+from eckart.model.batches import IGNORED, Batch, without_labels
 from eckart.model.targets import find_targets
 from tasks.nlp_tasks import kind_of
 from tests import tiny

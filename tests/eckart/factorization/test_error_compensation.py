@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.error_compensation import DenseModules, anchor_targets, anchored
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
@@ -22,6 +21,7 @@ from eckart.factorization.residual_sums import first_input, residual_readers
 from eckart.factorization.weighted_svd import weighted_loss
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, Plain, weigh
 from eckart.model.attention_products import find_products
+from eckart.model.batches import Batch
 from eckart.model.layers import factorized
 from eckart.model.probing import is_embedding
 from eckart.model.targets import Target, find_targets, weight_of

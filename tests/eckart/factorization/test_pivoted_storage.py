@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot, pivots
+from eckart.model.batches import without_labels
 from eckart.model.layers import (
     LowRankLinear,
     PivotedLinear,

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.factorize import InOrder, factorize_in_order
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.factorization.refinement import Block, BlockStore, Refine, RefinedBlock, gradient_moments, refine
 from eckart.factorization.weightings import Inputs, Kfac
 from eckart.model.attention_products import find_products
+from eckart.model.batches import Batch
 from eckart.model.experts import unfuse
 from eckart.model.layers import factorized
 from eckart.model.module_context import frozen

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import eckart
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose, spectrum
 from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, Plain, Weighting, weigh
+from eckart.model.batches import Batch
 from eckart.model.hf_format import save
 from eckart.model.layers import factorize_target, factorized
 from eckart.model.probing import is_embedding

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
 import eckart
-from eckart.calibration.losses import Batch, batch_size, causal_loss, row_of
+from eckart.calibration.losses import causal_loss
 from eckart.calibration.routed_tokens import UNREACHED, unreached
 from eckart.calibration.statistics import collect
 from eckart.factorization.narrowing import Narrowing
 from eckart.factorization.weightings import Plain
 from eckart.model import hf_format
+from eckart.model.batches import Batch, batch_size, row_of
 from eckart.model.experts import fuse, is_fused, unfuse, unfused, unfused_experts
 from eckart.model.layers import narrowed_shapes
 from eckart.model.macs import macs

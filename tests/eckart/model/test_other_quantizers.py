@@ -16,8 +16,8 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from eckart.calibration.losses import without_labels
 from eckart.factorization.pivoted_storage import pivot
+from eckart.model.batches import without_labels
 from eckart.model.hf_format import save
 from eckart.model.layers import LowRankLayer, factorized, low_rank_layers, parts_of_layers
 from eckart.model.quantized_or_adapted import check_base

@@ -21,11 +21,12 @@ from transformers import (
 )
 
 import eckart
-from eckart.calibration.losses import causal_loss, without_labels
+from eckart.calibration.losses import causal_loss
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.weightings import ErrorNorm, Kfac, Plain, _nearest, weigh
+from eckart.model.batches import without_labels
 from eckart.model.hf_format import save
 from eckart.model.layers import TiedHead, factorized, merge, tied_heads
 from eckart.model.targets import Tied, find_targets

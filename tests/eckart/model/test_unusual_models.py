@@ -11,18 +11,11 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSequenceClassification
 
 import eckart
-from eckart.calibration.batches import prepare_batches
+from eckart.calibration.batch_preparation import prepare_batches
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import (
-    causal_loss,
-    first_examples,
-    mean_loss_times_batch,
-    row_of,
-    span_loss,
-    sum_loss,
-    token_loss,
-)
+from eckart.calibration.losses import causal_loss, mean_loss_times_batch, span_loss, sum_loss, token_loss
 from eckart.calibration.statistics import collect
+from eckart.model.batches import first_examples, row_of
 from eckart.model.macs import macs
 from eckart.model.probing import NEVER_RAN
 from eckart.model.targets import Targets, find_targets

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import eckart
-from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.single_target_ablation import losses_alone
 from eckart.factorization.weightings import Kfac, Plain
 from eckart.model.attention_products import find_products
+from eckart.model.batches import Batch
 from eckart.model.targets import Target, find_targets
 from eckart.ranks import calibrated
 from eckart.ranks.budget import NoRank, allowance, total

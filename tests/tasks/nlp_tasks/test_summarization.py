@@ -33,9 +33,9 @@ from transformers import (
 )
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.calibration.losses import IGNORED
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
+from eckart.model.batches import IGNORED
 from eckart.model.layers import factorize_target
 from eckart.model.targets import find_targets, weight_of
 from tasks.artifacts.errors import StageError

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eckart.calibration.losses import IGNORED
+from eckart.model.batches import IGNORED
 from tasks.artifacts.task_spec import load_task
 from tasks.data_checks.class_shares import classes
 from tasks.nlp_tasks import kind_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import IGNORED, Batch, labels_are_tokens
+from eckart.model.batches import IGNORED, Batch, labels_are_tokens
 from eckart.model.probing import ATTENTION, NOT_TEXT
 
 
