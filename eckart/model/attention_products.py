@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from eckart.model.batches import Batch
 from eckart.model.module_context import eval_mode, hooked
 from eckart.model.probing import float_tensors
 from eckart.model.targets import Product, Target, Targets
@@ -28,7 +29,7 @@ _FOLLOWING = 3
 """Number of later layers whose inputs are compared; the first may be the value layer, whose input never changes."""
 
 
-def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: Targets) -> Targets:
+def find_products(model: PreTrainedModel, batch: Batch, single: Targets) -> Targets:
     """Return `single` with every two targets that form a product joined into one `Product`.
 
     Only pairs of layers with the same parent module and the same number of outputs are tried.
@@ -68,7 +69,7 @@ class _Probe:
     two numbers, which could stay the same by chance although the two layers are not a product.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor], targets: Sequence[Target]) -> None:
+    def __init__(self, model: PreTrainedModel, batch: Batch, targets: Sequence[Target]) -> None:
         self.model = model
         self.batch = batch
         self.order = [target.name for target in targets]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from eckart.model.batches import batch_size, examples_of
+from eckart.model.batches import Batch, batch_size, examples_of
 from eckart.model.module_context import eval_mode, hooked
 
 ATTENTION = "attention_mask"
@@ -37,7 +37,7 @@ NO_WORDS = "the ids that it looks up are not the batch's input_ids, but position
 _ENOUGH = 256  # tokens of a probe's examples: they tell as much as 2,048, and two of 8 experts get some of them
 
 
-def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
+def masks_of(batch: Batch) -> list[str]:
     """Return the names of a batch's padding masks: `(batch, tokens)`, or `(batch, choices, tokens)` like input_ids."""
     ids = batch.get("input_ids")
     shapes = [] if ids is None else [ids.shape]
@@ -46,7 +46,7 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
 
 
 @torch.no_grad()
-def shortened(model: nn.Module, batch: Mapping[str, Tensor], tokens: int = _ENOUGH) -> Mapping[str, Tensor]:
+def shortened(model: nn.Module, batch: Batch, tokens: int = _ENOUGH) -> Batch:
     """Return a batch of texts cut to `tokens`, if `model` takes so few; any other batch is returned as it is.
 
     Each text keeps its last tokens, because the labels of the first may not count: those of a prompt, say. It also
@@ -126,7 +126,7 @@ class Probe:
         ValueError: the model cannot be called with the batch.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], batch: Batch) -> None:
         self._model = model
         self._layers = layers
         self._examples = batch_size(batch)
@@ -147,7 +147,7 @@ class Probe:
         self._words = [values.flatten() for name, values in batch.items() if name.endswith("input_ids")]
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
-    def _run(self, batch: Mapping[str, Tensor], visit: Callable[[str, Tensor], object]) -> None:
+    def _run(self, batch: Batch, visit: Callable[[str, Tensor], object]) -> None:
         """Run the model; each time a layer runs, call `visit` with the layer's name and its input."""
 
         def hook(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -159,7 +159,7 @@ class Probe:
         with hooked([module.register_forward_hook(partial(hook, name)) for name, module in self._layers.items()]):
             self._model(**batch)
 
-    def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
+    def _compare(self, batch: Batch, same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
         """Run the model on `batch`, a variant of the probe's batch, and compare each layer's inputs for both batches.
 
         Args:
@@ -176,7 +176,7 @@ class Probe:
         self._run(batch, visit)
         return reads
 
-    def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_OtherLength]:
+    def _at_other_lengths(self, batch: Batch, mask: str) -> Iterator[_OtherLength]:
         """Run the model with one token of `mask` less or more, and with half of them; yield what the model accepts."""
         for group in _other_lengths(batch, mask):
             for more, other in group:
@@ -292,7 +292,7 @@ def _is_beginning(first: Tensor, x: Tensor) -> bool:
     return x.dim() == 0 or _close(first, x[: len(first)])
 
 
-def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
+def _other_lengths(batch: Batch, mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
     """Yield groups of variants of `batch`: how many tokens are added (negative: removed), and the batch with them.
 
     Of each group, only the first batch that the model accepts is needed. Shorter batches come first, because a model
@@ -311,7 +311,7 @@ def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[
         ]
 
 
-def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str, Tensor]:
+def columns(batch: Batch, mask: str, places: Tensor) -> dict[str, Tensor]:
     """Return the batch without labels, and with only the tokens at `places` in all entries that belong to `mask`.
 
     An entry belongs to a mask if it has the mask's shape (and possibly further dimensions) and its name begins like the

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from eckart.model.batches import Batch
 from eckart.model.hf_format import COMPUTED, computed_weights, save
 from eckart.model.module_context import eval_mode
 
@@ -22,7 +23,7 @@ _ROUNDING = {True: 1e-3, False: 5e-2}
 _CONSTANT = -1e5  # below it, two numbers that are about equal are taken for a constant of the head
 
 
-def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+def check_saved(model: PreTrainedModel, batch: Batch) -> None:
     """Check that `model` gives the same outputs for `batch` after it is saved and loaded again.
 
     Raises:
@@ -66,7 +67,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     )
 
 
-def _change(model: PreTrainedModel, loaded: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
+def _change(model: PreTrainedModel, loaded: PreTrainedModel, batch: Batch) -> float:
     """Return the largest relative difference between the outputs of two models for `batch`."""
     with eval_mode(model), eval_mode(loaded):
         outputs = zip(_outputs(model, batch), _outputs(loaded, batch), strict=True)
@@ -84,7 +85,7 @@ def without_constants(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _outputs(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
     """Return the model's floating-point outputs except the loss; random draws are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

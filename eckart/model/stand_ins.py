@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eckart.model.batches import Batch
 from eckart.model.layers import replaced, shape_of
 from eckart.model.probing import float_tensors
 
 
-def used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
+def used_outside(model: nn.Module, batch: Batch, calls: Mapping[str, int]) -> dict[str, str]:
     """Find the layers that cannot be replaced, because the model uses more of them than their `forward`.
 
     Reading the weight's dtype or device (T5) does not count as use.
@@ -58,7 +59,7 @@ class _StandIn(nn.Module):
 
 
 def _try_replacing(
-    model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
+    model: nn.Module, batch: Batch, calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
     """Run the model with stand-ins for the layers in `calls`.
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.model.batches import labels_are_tokens
+from eckart.model.batches import Batch, labels_are_tokens
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
 from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers
@@ -145,7 +145,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 def find_targets(
     model: PreTrainedModel,
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     heads: bool = False,
@@ -290,7 +290,7 @@ def _grouped(excluded: Mapping[str, str]) -> str:
     )
 
 
-def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+def _check_batch(model: PreTrainedModel, batch: Batch) -> None:
     """Check that the batch's masks show which tokens are padding, in the decoder as well.
 
     Raises:

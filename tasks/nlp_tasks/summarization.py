@@ -30,7 +30,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batch_preparation import decoder_inputs
 from eckart.calibration.losses import Loss, Predictions, labeled_logits, token_loss, token_losses
-from eckart.model.batches import IGNORED
+from eckart.model.batches import IGNORED, Batch
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.nlp_tasks._encoding import encode_texts
@@ -192,7 +192,7 @@ class _Words:
         return [self._stem(word) if len(word) > 3 else word for word in words]  # as rouge_score does
 
 
-def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _losses(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
     """Return the loss of each token of the reference summaries, given the tokens before it, and the labels.
 
     Both are `(batch, tokens)`. The loss is 0 at padding.

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
 from eckart.calibration.losses import Loss, Predictions, labeled_logits, sum_of_means, token_loss
-from eckart.model.batches import IGNORED
+from eckart.model.batches import IGNORED, Batch
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
@@ -242,5 +242,5 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
     return float(sum_of_means(predicted, true)) / len(true)
 
 
-def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _read(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
     return outputs["logits"], batch["labels"]

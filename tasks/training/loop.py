@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, mean_loss
-from eckart.model.batches import batch_size, without_labels
+from eckart.model.batches import Batch, batch_size, without_labels
 from eckart.model.hf_format import converted
 from eckart.model.module_context import kept_config
 from eckart.training.learning_rate import share_of_peak
@@ -332,7 +332,7 @@ class _RuleTrainer(transformers.Trainer):
             rule.after_backward(self.state.global_step)
         return loss
 
-    def _accumulated(self, model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> Tensor:
+    def _accumulated(self, model: nn.Module, inputs: Batch, size: int) -> Tensor:
         losses = []
         for start in range(0, size, self.micro_batch):
             part = {name: values[start : start + self.micro_batch] for name, values in inputs.items()}

@@ -30,6 +30,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 import eckart
 from eckart.factorization.pivoted_storage import pivot
 from eckart.model import hf_format
+from eckart.model.batches import without_labels
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized, low_rank_layers, merge, pivoted
 from eckart.model.targets import find_targets
@@ -52,7 +53,7 @@ def load(folder: Path, **options) -> PreTrainedModel:
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    tiny.assert_same(model, other, {key: tensor for key, tensor in BATCH.items() if key != "labels"})
+    tiny.assert_same(model, other, without_labels(BATCH))
 
 
 def with_factorized_head() -> PreTrainedModel:
