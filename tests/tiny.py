@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch, token_loss
+from eckart.calibration.losses import Objective, mean_loss_times_batch, token_loss
+from eckart.calibration.predictions import logits_of
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting

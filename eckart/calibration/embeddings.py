@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import DrawnLoss, Loss, Predictions, at_least_float32
+from eckart.calibration.losses import DrawnLoss, Loss
+from eckart.calibration.predictions import Predictions
 from eckart.model.batches import Batch, real_tokens
 from eckart.model.module_context import frozen
+from eckart.precision import at_least_float32
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
 """Name of a pooling, as in sentence-transformers: a text's embedding is the mean or maximum of its tokens' states, or

@@ -1,4 +1,4 @@
-"""Losses of models as sums over examples, and functions that return the predictions of each kind of head."""
+"""Losses of models as sums over examples."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, real_tokens, without_labels
-
-_NEVER = -1e4  # logit of an impossible prediction; finite, so that the KL divergence of two such logits is 0
+from eckart.calibration.predictions import (
+    Predictions,
+    binary_logits,
+    labeled_logits,
+    logits_of,
+    logits_without_padding,
+    next_token_logits,
+    span_logits,
+)
+from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, next_labels, real_tokens, without_labels
+from eckart.precision import at_least_float32
 
 Model = Callable[..., Any]
 """A model, or any function that takes the inputs of a batch and returns a ModelOutput."""
@@ -23,9 +31,6 @@ Loss = Callable[[Model, Batch], Tensor]
 """Function that returns the sum of the examples' losses `()`: a sum, because statistics must not depend on batching.
 
 For calibration statistics it may also return several losses `(k,)`; their squared gradients are then summed."""
-
-Predictions = Callable[[ModelOutput, Batch], Tensor]
-"""Function that returns a model's predictions: logits `(predictions, classes)`, or values `(batch, values)`."""
 
 
 @dataclass(frozen=True)
@@ -49,44 +54,6 @@ class Objective:
     dropout: bool = True
 
 
-def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the predictions of a head that has one answer for each example: its logits.
-
-    Raises:
-        ValueError: the model returns no logits.
-    """
-    logits = outputs.get("logits")
-    if logits is None:
-        raise ValueError(
-            "the model returns no logits: to compress embeddings, give loss=eckart.embedding_loss(…); in the pipeline, "
-            "set distillation.logits to 0"
-        )
-    return logits
-
-
-def labeled_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of a token head at those tokens of a batch that have a label, `(labeled tokens, classes)`."""
-    logits: Tensor = outputs["logits"]
-    return logits[batch["labels"] != IGNORED]
-
-
-def next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits that predict the labeled tokens, `(labeled tokens, classes)`, of a head for the next token."""
-    logits: Tensor = outputs["logits"]
-    return logits[:, :-1][_next_labels(batch) != IGNORED]
-
-
-def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the predictions of a multi-label head, which gives each label the probability σ(z) for its logit z.
-
-    Returns:
-        The two logits z and 0 for each label, `(batch · labels, 2)`. Because softmax(z, 0) = (σ(z), 1 − σ(z)), each
-        label becomes a choice between two classes, and code for classes also works for labels.
-    """
-    logits = logits_of(outputs, batch).flatten()
-    return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
-
-
 def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
     """Return the function that gives the predictions that a loss judges.
 
@@ -96,7 +63,7 @@ def predictions_of(loss: Loss, problem_type: str | None) -> Predictions:
         problem_type: entry `problem_type` of the model's config.json.
     """
     heads = ((span_loss, span_logits), (token_loss, labeled_logits), (causal_loss, next_token_logits))
-    others = binary_logits if problem_type == "multi_label_classification" else _logits_without_padding
+    others = binary_logits if problem_type == "multi_label_classification" else logits_without_padding
     return next((predictions for known, predictions in heads if loss is known), others)
 
 
@@ -107,23 +74,6 @@ def objective_with(loss: Loss, problem_type: str | None) -> Objective:
         problem_type: as in `predictions_of`.
     """
     return Objective(loss, loss, loss, predictions_of(loss, problem_type), problem_type != "regression")
-
-
-def _logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of any head; those of a head for tokens only where the text is not padding."""
-    if "start_logits" in outputs:
-        return span_logits(outputs, batch)
-    logits = logits_of(outputs, batch)
-    if logits.dim() != 3:
-        return logits
-    if "encoder_last_hidden_state" in outputs:  # `attention_mask` is about the encoder's tokens
-        labels = batch.get("labels")
-        masks = [batch.get("decoder_attention_mask"), None if labels is None else labels != IGNORED]
-    else:
-        masks = [batch.get("attention_mask")]
-    # one of another length is about other tokens, such as those of the text after those of an image
-    mask = next((mask for mask in masks if mask is not None and mask.shape == logits.shape[:2]), None)
-    return logits.flatten(0, 1) if mask is None else logits[mask != 0]
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
@@ -169,11 +119,6 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
         loss: loss of the task; None: the model's own loss, which is among the outputs.
     """
     return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return floating-point `values` in float32, or as they are if they are more precise."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:
@@ -255,15 +200,9 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
     The labels are the tokens themselves. Predictions made at padding do not count, such as the prediction of a text's
     first token after padding on the left.
     """
-    labels = _next_labels(batch)
+    labels = next_labels(batch)
     inputs = {name: values for name, values in batch.items() if name not in LABELS}  # the model computes no second loss
     return sum_of_means(model(**inputs).logits[:, :-1], labels)
-
-
-def _next_labels(batch: Batch) -> Tensor:
-    """Return the label of the token after each token but the last, `(batch, tokens − 1)`; IGNORED after padding."""
-    labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
-    return labels if mask is None else labels.masked_fill(mask[:, :-1] == 0, IGNORED)
 
 
 def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
@@ -304,13 +243,3 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
     real = real_tokens(batch, outputs["start_logits"]).repeat(2, 1).gather(1, positions.clamp(0, last)[:, None])[:, 0]
     positions = positions.masked_fill(~real | (positions > last), IGNORED)
     return cross_entropy(logits, positions, ignore_index=IGNORED, reduction="sum") / 2
-
-
-def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of a question-answering head: first those of all starts, then those of all ends.
-
-    The shape is `(2 × batch, tokens)`. Padding gets the logit −10⁴.
-    """
-    logits = at_least_float32(torch.cat([outputs["start_logits"], outputs["end_logits"]]))
-    mask = batch.get("attention_mask")
-    return logits if mask is None else logits.masked_fill(mask.repeat(2, 1) == 0, _NEVER)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Loss, at_least_float32, mean_loss_times_batch
+from eckart.calibration.losses import Loss, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
@@ -40,6 +40,7 @@ from eckart.model.batches import Batch, batch_size
 from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.probing import ATTENTION, PICTURES, is_embedding, masks_of
 from eckart.model.targets import Product, Target, weight_of
+from eckart.precision import at_least_float32, sum_dtype
 
 StatisticKind = Literal["inputs", "input_magnitudes", "output_gradients", "fisher", "taylor", "gradients"]
 STATISTIC_KINDS: tuple[StatisticKind, ...] = get_args(StatisticKind)
@@ -230,7 +231,7 @@ class Collector:
         x = self._by_example(inputs.unsqueeze(-1) if ids else inputs.detach(), rows)
         if not self.kinds & {"inputs", "input_magnitudes"} or target.input_of != target.name or not x.shape[1]:
             return x, rows
-        dtype = _sum_dtype(module.get_parameter("weight"))
+        dtype = sum_dtype(module.get_parameter("weight"))
         tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if mask is None else mask.sum()
         self._add("tokens", target.name, tokens.to(dtype))
         if "input_magnitudes" in self.kinds:
@@ -417,7 +418,7 @@ class Collector:
                 continue  # no token reached the expert, which therefore has no statistics at all
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
-            empty = torch.empty(0, device=device, dtype=_sum_dtype(parameter))
+            empty = torch.empty(0, device=device, dtype=sum_dtype(parameter))
             if "output_gradients" in self.kinds:
                 sides = 1 if target.of_vocabulary else 2
                 self.sums["output_gradients"].setdefault(target.name, empty.new_zeros([target.out_features] * sides))
@@ -427,8 +428,3 @@ class Collector:
             for kind in self.squares:
                 self.sums[kind].setdefault(f"{target.name}.input", empty.new_zeros(target.in_features))
                 self.sums[kind].setdefault(f"{target.name}.output", empty.new_zeros(target.out_features))
-
-
-def _sum_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype for sums of statistics: float32 or better, because in bfloat16 a long sum would stop growing."""
-    return torch.promote_types(values.dtype, torch.float32)

@@ -45,13 +45,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Loss, at_least_float32
+from eckart.calibration.losses import Loss
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.layerwise_forward import BlockCall, hidden_states
 from eckart.model.batches import Batch, batch_size, examples_of
 from eckart.model.layers import head_rows_like, low_rank_like, narrowed_like
 from eckart.model.module_context import frozen, hooked, with_gradient
 from eckart.model.targets import Product, Target, in_selector
+from eckart.precision import at_least_float32, sum_dtype
 from eckart.training.learning_rate import Schedule, share_of_peak
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class _Training:
             if parameter.is_floating_point() and parameter not in tables and not in_selector(name, modules)
         }
         self.trained = {
-            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).requires_grad_()
+            name: parameter.detach().to(sum_dtype(parameter), copy=True).requires_grad_()
             for name, parameter in self.stored.items()
         }
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)

@@ -48,6 +48,12 @@ def labels_are_tokens(batch: Batch) -> bool:
     return labels is not None and labels.dim() == 2 and not labels.is_floating_point()
 
 
+def next_labels(batch: Batch) -> Tensor:
+    """Return the label of the token after each token but the last, `(batch, tokens − 1)`; IGNORED after padding."""
+    labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
+    return labels if mask is None else labels.masked_fill(mask[:, :-1] == 0, IGNORED)
+
+
 def real_tokens(batch: Batch, like: Tensor) -> Tensor:
     """Return which tokens of the texts are not padding, `(batch, tokens)`; without an attention mask, all are.
 

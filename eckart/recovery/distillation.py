@@ -21,7 +21,8 @@ from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Predictions, logits_error, logits_of
+from eckart.calibration.losses import logits_error
+from eckart.calibration.predictions import Predictions, logits_of
 from eckart.model.batches import Batch, without_labels
 from eckart.model.module_context import without_cache
 from eckart.recipe_parts import Contradiction

@@ -16,7 +16,8 @@ from torch.nn.functional import log_softmax, mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Loss, Predictions, logits_of, mean_loss
+from eckart.calibration.losses import Loss, mean_loss
+from eckart.calibration.predictions import Predictions, logits_of
 from eckart.model.batches import Batch
 from eckart.model.layers import LowRankLinear, low_rank_layers
 from eckart.model.targets import weight_of

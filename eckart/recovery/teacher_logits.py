@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Predictions
+from eckart.calibration.predictions import Predictions
 from eckart.model.batches import Batch, real_tokens, without_labels
 
 _NEVER = -1e4  # log-probability without mass; finite, so that 0 times it is 0

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from eckart.calibration.statistics import Statistics
 from eckart.model.layers import by_outputs
 from eckart.model.targets import Target, weight_of
+from eckart.precision import sum_dtype
 from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.shaping.weight_measures import share_left
@@ -159,7 +160,7 @@ class WeightPruning(Rule):
         weight = weight_of(self.modules[name])
         if self.method.score == "zero_order":
             return weight.abs()
-        precision = torch.promote_types(weight.dtype, torch.float32)
+        precision = sum_dtype(weight)
         scores = self.scores.get(name)
         return torch.zeros_like(weight, dtype=precision) if scores is None else scores.to(weight.device)
 

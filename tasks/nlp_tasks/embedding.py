@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.calibration.embeddings import embeddings
-from eckart.calibration.losses import Loss, Predictions
+from eckart.calibration.losses import Loss
+from eckart.calibration.predictions import Predictions
 from eckart.model.batches import Batch, without_labels
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import Metric, MetricName

@@ -28,7 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Loss, Predictions, causal_loss, token_losses
+from eckart.calibration.losses import Loss, causal_loss, token_losses
+from eckart.calibration.predictions import Predictions
 from eckart.model.batches import IGNORED, Batch
 from eckart.model.positions import longest_text
 from eckart.text.generation import continued

@@ -18,7 +18,7 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from eckart.calibration.losses import Predictions, binary_logits
+from eckart.calibration.predictions import Predictions, binary_logits
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split

@@ -16,15 +16,8 @@ import pandas as pd
 import transformers
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.calibration.losses import (
-    DrawnLoss,
-    Loss,
-    Objective,
-    Predictions,
-    expected_losses,
-    logits_of,
-    mean_loss_times_batch,
-)
+from eckart.calibration.losses import DrawnLoss, Loss, Objective, expected_losses, mean_loss_times_batch
+from eckart.calibration.predictions import Predictions, logits_of
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import Metric, MetricName
 from tasks.artifacts.results_schema import Score

@@ -24,7 +24,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
+from eckart.calibration.losses import Loss, span_loss
+from eckart.calibration.predictions import Predictions, span_logits
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError

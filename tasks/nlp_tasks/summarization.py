@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batch_preparation import decoder_inputs
-from eckart.calibration.losses import Loss, Predictions, labeled_logits, token_loss, token_losses
+from eckart.calibration.losses import Loss, token_loss, token_losses
+from eckart.calibration.predictions import Predictions, labeled_logits
 from eckart.model.batches import IGNORED, Batch
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split

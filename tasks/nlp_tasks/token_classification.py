@@ -19,7 +19,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
-from eckart.calibration.losses import Loss, Predictions, labeled_logits, sum_of_means, token_loss
+from eckart.calibration.losses import Loss, sum_of_means, token_loss
+from eckart.calibration.predictions import Predictions, labeled_logits
 from eckart.model.batches import IGNORED, Batch
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError

@@ -14,12 +14,12 @@ from eckart.calibration.losses import (
     DrawnLoss,
     causal_loss,
     expected_losses,
-    logits_of,
     mean_loss_times_batch,
     predictions_of,
     span_loss,
     token_loss,
 )
+from eckart.calibration.predictions import logits_of
 from eckart.calibration.statistics import collect
 from eckart.model.batches import IGNORED, Batch, without_labels
 from eckart.model.targets import find_targets

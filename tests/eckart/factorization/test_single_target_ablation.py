@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch
+from eckart.calibration.losses import Objective, mean_loss_times_batch
+from eckart.calibration.predictions import logits_of
 from eckart.factorization.factorize import factorize_at_once
 from eckart.factorization.single_target_ablation import losses_alone
 from eckart.factorization.weightings import Plain

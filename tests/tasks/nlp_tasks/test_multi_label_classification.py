@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import binary_logits, logits_error
+from eckart.calibration.losses import logits_error
+from eckart.calibration.predictions import binary_logits
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tasks.artifacts.paths import EXPORTS

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import span_logits
+from eckart.calibration.predictions import span_logits
 from eckart.recovery.distillation import logits_error
 from eckart.text.qa_windows import LONGEST, best_answers, best_span
 from tasks.artifacts.errors import StageError

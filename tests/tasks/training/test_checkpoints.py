@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import logits_of
+from eckart.calibration.predictions import logits_of
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
