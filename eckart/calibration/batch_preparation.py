@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.model.batches import IGNORED, Batch, labels_are_tokens
-from eckart.model.probing import ATTENTION, NOT_TEXT
+from eckart.model.batches import ATTENTION, IGNORED, NOT_TEXT, Batch, labels_are_tokens
 
 
 def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:

@@ -30,9 +30,9 @@ from eckart.calibration.losses import (
     sum_of_means,
     token_loss,
 )
-from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, first_examples, row_of
+from eckart.model.batches import IGNORED, LABELS, Batch, batch_size, first_examples, masks_of, row_of
 from eckart.model.module_context import eval_mode, without_cache
-from eckart.model.probing import masks_of, shortened
+from eckart.model.probing import shortened
 
 _SPAN_LABELS, _SPAN_LOGITS = LABELS - {"labels"}, {"start_logits", "end_logits"}
 _EXAMPLES = 4  # maximum number of examples whose loss is computed together and alone

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.model.batches import IGNORED, Batch, next_labels
+from eckart.model.batches import ATTENTION, IGNORED, Batch, next_labels
 from eckart.precision import at_least_float32
 
 Predictions = Callable[[ModelOutput, Batch], Tensor]
@@ -65,7 +65,7 @@ def logits_without_padding(outputs: ModelOutput, batch: Batch) -> Tensor:
         labels = batch.get("labels")
         masks = [batch.get("decoder_attention_mask"), None if labels is None else labels != IGNORED]
     else:
-        masks = [batch.get("attention_mask")]
+        masks = [batch.get(ATTENTION)]
     # one of another length is about other tokens, such as those of the text after those of an image
     mask = next((mask for mask in masks if mask is not None and mask.shape == logits.shape[:2]), None)
     return logits.flatten(0, 1) if mask is None else logits[mask != 0]
@@ -77,5 +77,5 @@ def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     The shape is `(2 × batch, tokens)`. Padding gets the logit −10⁴.
     """
     logits = at_least_float32(torch.cat([outputs["start_logits"], outputs["end_logits"]]))
-    mask = batch.get("attention_mask")
+    mask = batch.get(ATTENTION)
     return logits if mask is None else logits.masked_fill(mask.repeat(2, 1) == 0, _NEVER)

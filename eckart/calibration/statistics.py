@@ -36,9 +36,9 @@ from eckart.calibration.losses import Loss, mean_loss_times_batch
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.routed_tokens import RoutedRows, RoutedTokens
 from eckart.calibration.second_moments import add_gram, gradient_sum, lookup_counts, lookup_sums, mirror, square_sums
-from eckart.model.batches import Batch, batch_size
+from eckart.model.batches import ATTENTION, PICTURES, Batch, batch_size, masks_of
 from eckart.model.module_context import frozen, hooked, with_gradient
-from eckart.model.probing import ATTENTION, PICTURES, is_embedding, masks_of
+from eckart.model.probing import is_embedding
 from eckart.model.targets import Product, Target, weight_of
 from eckart.precision import at_least_float32, sum_dtype
 

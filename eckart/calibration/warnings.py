@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Loss
 from eckart.calibration.routed_tokens import unreached
 from eckart.calibration.statistics import StatisticKind, Statistics, collect
-from eckart.model.batches import Batch, row_of
+from eckart.model.batches import ATTENTION, Batch, columns, row_of
 from eckart.model.module_context import eval_mode, hooked
-from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target
 
 _NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters

@@ -8,7 +8,6 @@ other numbers of tokens, and compares the inputs of the layers.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,30 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from eckart.model.batches import Batch, batch_size, examples_of
+from eckart.model.batches import Batch, batch_size, columns, examples_of, masks_of
 from eckart.model.module_context import eval_mode, hooked
-
-ATTENTION = "attention_mask"
-"""Name of the batch entry that is 0 at padding tokens of the text. The names of other masks end with this name, such as
-`decoder_attention_mask`."""
-PICTURES = "pixel_mask"
-"""Name of the batch entry that is 0 at padding pixels of pictures; no layer's inputs can be matched to pixels."""
-_NO_PADDING = "global_attention_mask"
-"""Name of a batch entry that looks like a padding mask but is none."""
-NOT_TEXT = re.compile("(pixel|visual|video|image(?!_embeds_position_mask))")
-"""Beginnings of the names of batch entries that do not hold tokens of a text; Kosmos-2 marks tokens for images."""
 
 NEVER_RAN = "its forward did not run for the batch"
 NO_WORDS = "the ids that it looks up are not the batch's input_ids, but positions, types or the like"
 _ENOUGH = 256  # tokens of a probe's examples: they tell as much as 2,048, and two of 8 experts get some of them
-
-
-def masks_of(batch: Batch) -> list[str]:
-    """Return the names of a batch's padding masks: `(batch, tokens)`, or `(batch, choices, tokens)` like input_ids."""
-    ids = batch.get("input_ids")
-    shapes = [] if ids is None else [ids.shape]
-    names = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
-    return sorted(name for name in names if batch[name].dim() == 2 or batch[name].shape in shapes)
 
 
 @torch.no_grad()
@@ -309,29 +290,6 @@ def _other_lengths(batch: Batch, mask: str) -> Iterator[Sequence[tuple[int, dict
             (half - tokens, columns(batch, mask, places[-half:])),
             (half - tokens, columns(batch, mask, places[:half])),
         ]
-
-
-def columns(batch: Batch, mask: str, places: Tensor) -> dict[str, Tensor]:
-    """Return the batch without labels, and with only the tokens at `places` in all entries that belong to `mask`.
-
-    An entry belongs to a mask if it has the mask's shape (and possibly further dimensions) and its name begins like the
-    mask's name: `decoder_input_ids` belongs to `decoder_attention_mask`. All other entries of this shape belong to
-    `attention_mask`, the text's mask, unless their names say that they are not text.
-    """
-    shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
-    others = [*filter(None, beginnings), "decoder_"]
-    own = mask.removesuffix(ATTENTION)
-
-    def is_masked(name: str) -> bool:
-        return name.startswith(own) if own else not (name.startswith(tuple(others)) or NOT_TEXT.match(name))
-
-    return {
-        name: values.index_select(len(shape) - 1, places.to(values.device))
-        if values.shape[: len(shape)] == shape and is_masked(name)
-        else values
-        for name, values in batch.items()
-        if name != "labels"
-    }
 
 
 def float_tensors(output: Any) -> Iterator[Tensor]:

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.model.batches import Batch, labels_are_tokens
+from eckart.model.batches import ATTENTION, PICTURES, Batch, labels_are_tokens
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.experts import routed_layers
 from eckart.model.layers import LowRankLayer, by_outputs, parts_of_layers
 from eckart.model.module_context import eval_mode
-from eckart.model.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear, shortened
+from eckart.model.probing import Probe, is_embedding, is_linear, shortened
 from eckart.model.stand_ins import used_outside
 
 Storage = Literal["factors", "pivoted"]

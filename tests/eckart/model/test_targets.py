@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import Inputs, Plain, weigh
+from eckart.model.batches import columns
 from eckart.model.layers import factorize_target
-from eckart.model.probing import NO_WORDS, columns, is_embedding, is_linear, shortened
+from eckart.model.probing import NO_WORDS, is_embedding, is_linear, shortened
 from eckart.model.targets import Targets, find_targets, in_selector, weight_of
 from tests import tiny
 
