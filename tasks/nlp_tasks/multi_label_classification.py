@@ -18,7 +18,6 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from eckart.calibration.predictions import Predictions, binary_logits
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
@@ -85,10 +84,6 @@ class MultiLabelClassification(SequenceTask):
     @classmethod
     def meaning(cls, labels: Sequence[object]) -> str:
         return f"any of {super().meaning(labels)}"
-
-    @property
-    def predictions(self) -> Predictions:
-        return binary_logits
 
     def targets(self, labels: pd.Series) -> list[object]:
         """Return a multi-hot vector per row, `(rows, labels)`: 1.0 for each label that the row has, else 0.0."""

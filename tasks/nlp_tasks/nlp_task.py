@@ -16,8 +16,15 @@ import pandas as pd
 import transformers
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.calibration.losses import DrawnLoss, Loss, Objective, expected_losses, mean_loss_times_batch
-from eckart.calibration.predictions import Predictions, logits_of
+from eckart.calibration.losses import (
+    DrawnLoss,
+    Loss,
+    Objective,
+    expected_losses,
+    mean_loss_times_batch,
+    predictions_of,
+)
+from eckart.calibration.predictions import Predictions
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import Metric, MetricName
 from tasks.artifacts.results_schema import Score
@@ -218,7 +225,7 @@ class NlpTask(ABC):
     @property
     def predictions(self) -> Predictions:
         """Function that returns the logits that distillation compares; logits at padding are left out."""
-        return logits_of
+        return predictions_of(self.loss, self.problem_type)
 
     @property
     def training_loss(self) -> Loss | None:

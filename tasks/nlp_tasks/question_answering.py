@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from eckart.calibration.losses import Loss, span_loss
-from eckart.calibration.predictions import Predictions, span_logits
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
@@ -83,10 +82,6 @@ class QuestionAnswering(NlpTask):
     @property
     def loss(self) -> Loss:
         return span_loss
-
-    @property
-    def predictions(self) -> Predictions:
-        return span_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         """Return the function that makes a batch. It pads on the right, to keep start and end positions valid."""

@@ -30,7 +30,6 @@ from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batch_preparation import decoder_inputs
 from eckart.calibration.losses import Loss, token_loss, token_losses
-from eckart.calibration.predictions import Predictions, labeled_logits
 from eckart.model.batches import IGNORED, Batch
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
@@ -95,10 +94,6 @@ class Summarization(NlpTask):
     @property
     def loss(self) -> Loss:
         return token_loss
-
-    @property
-    def predictions(self) -> Predictions:
-        return labeled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         """Return the function that makes a padded batch. If there are labels, it adds the decoder's inputs and mask.

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
 from eckart.calibration.losses import Loss, sum_of_means, token_loss
-from eckart.calibration.predictions import Predictions, labeled_logits
 from eckart.model.batches import IGNORED, Batch
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
@@ -139,10 +138,6 @@ class TokenClassification(NlpTask):
     @property
     def loss(self) -> Loss:
         return token_loss
-
-    @property
-    def predictions(self) -> Predictions:
-        return labeled_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         return DataCollatorForTokenClassification(tokenizer)
