@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import is_bitsandbytes_available
 
 from eckart.calibration.losses import Loss, mean_loss
-from eckart.model.batches import Batch, batch_size, without_labels
+from eckart.model.batches import Batch, batch_size, examples_of, without_labels
 from eckart.model.hf_format import converted
 from eckart.model.module_context import kept_config
 from eckart.training.learning_rate import share_of_peak
@@ -335,7 +335,7 @@ class _RuleTrainer(transformers.Trainer):
     def _accumulated(self, model: nn.Module, inputs: Batch, size: int) -> Tensor:
         losses = []
         for start in range(0, size, self.micro_batch):
-            part = {name: values[start : start + self.micro_batch] for name, values in inputs.items()}
+            part = examples_of(inputs, start, start + self.micro_batch)
             self.begins, self.share = start == 0, batch_size(part) / size
             last = start + self.micro_batch >= size
             with nullcontext() if last else self.accelerator.no_sync(model):  # processes exchange gradients once
