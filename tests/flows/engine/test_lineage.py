@@ -17,9 +17,9 @@ from flows.engine import dvc_transport, verify
 from flows.gc import collect
 from flows.workspace import reproduce
 from tests.flows.gc.test_gc import PROMOTION
-from tests.flows.toy import Study, call, commit, ran
+from tests.flows.toy import Study, call, ran
 from tests.flows.workspace.test_reproduce import PARAMS as STUDY
-from tests.flows.workspace.test_reproduce import PIPELINE, clone, repository, run
+from tests.flows.workspace.test_reproduce import PIPELINE, clone, finish, repository, run
 from tests.workspace import digests
 
 PARAMS = STUDY + PROMOTION
@@ -39,16 +39,9 @@ EDITS = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = repository(tmp_path_factory.mktemp("lineage") / "main")
-    (root / "params.yaml").write_text(PARAMS)
-    (root / "dvc.yaml").write_text(RECORDED)
-    for file, content in ((SCRIPT, "true\n"), ("data/raw/rows.csv", "rows\n")):
-        (root / file).parent.mkdir(parents=True)
-        (root / file).write_text(content)
-    call(root, "dvc", "add", "-q", "data/raw")
-    call(root, "dvc", "repro", "-q")
-    ran(root)
-    commit(root)
-    return root
+    (root / SCRIPT).parent.mkdir(parents=True)
+    (root / SCRIPT).write_text("true\n")
+    return finish(root, PARAMS, RECORDED)
 
 
 @pytest.fixture

@@ -75,12 +75,10 @@ def repository(root: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy workspace after a run: its input in DVC, its results committed, and a remote beside it that is empty."""
-    root = repository(tmp_path_factory.mktemp("versions") / "main")
-    (root / "params.yaml").write_text(PARAMS)
-    (root / "dvc.yaml").write_text(PIPELINE)
+def finish(root: Path, params: str, pipeline: str) -> Path:
+    """Run a toy pipeline in a `repository`, with its input in DVC, and commit its results."""
+    (root / "params.yaml").write_text(params)
+    (root / "dvc.yaml").write_text(pipeline)
     (root / "data/raw").mkdir(parents=True)
     (root / "data/raw/rows.csv").write_text("rows\n")
     call(root, "dvc", "add", "-q", "data/raw")
@@ -88,6 +86,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ran(root)
     commit(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy workspace after a run: its input in DVC, its results committed, and a remote beside it that is empty."""
+    return finish(repository(tmp_path_factory.mktemp("versions") / "main"), PARAMS, PIPELINE)
 
 
 @pytest.fixture
