@@ -224,7 +224,10 @@ class NlpTask(ABC):
 
     @property
     def predictions(self) -> Predictions:
-        """Function that returns the logits that distillation compares; logits at padding are left out."""
+        """Function that returns the logits that distillation compares; logits at padding are left out.
+
+        It follows from `loss`. So a class whose `loss` reads `predictions` must override it.
+        """
         return predictions_of(self.loss, self.problem_type)
 
     @property
