@@ -86,23 +86,29 @@ def _output_moments(
     """Return the second moments of each head's outputs `(heads, d, d)`, for inputs as `weighting` weighs them."""
     module = present(model, target.name)
     weight, bias = weight_of(module), getattr(module, "bias", None)
-    weight = weight.to(exact_dtype(weight))
-    if bias is not None and "inputs" in weighting.statistics:
+    weight, side = weight.to(exact_dtype(weight)), weigh(weighting, target, statistics).right
+    if bias is not None and side is not None and "inputs" in weighting.statistics:
         weight = torch.cat([weight, bias.detach().to(weight).unsqueeze(1)], 1)
-        statistics = {**statistics, "inputs": {target.input_of: _with_ones(statistics, target.input_of)}}
+        side = _with_ones(side, statistics, target.input_of)
     by_head = weight.unflatten(0, (heads, -1))
-    side = weigh(weighting, target, statistics).right
     if side is None:
         return by_head @ by_head.mT
     side = side.to(weight)
     return (by_head @ side if side.dim() == 2 else by_head * side) @ by_head.mT
 
 
-def _with_ones(statistics: Statistics, name: str) -> Tensor:
-    """Return C_in `(in + 1, in + 1)` of inputs with a 1 appended, so that a bias can be a column of the weight."""
+def _with_ones(side: Tensor, statistics: Statistics, name: str) -> Tensor:
+    """Return a right side `(in + 1, in + 1)` for inputs with a 1 appended, which makes a bias a column of the weight.
+
+    The 1 is certain, so nothing that `side` has been shrunk by applies to it.
+
+    Args:
+        side: the scaled and perhaps shrunk C_in `(in, in)`; shrinkage keeps the trace.
+    """
     moment, sums, tokens = (statistics[kind][name] for kind in ("inputs", "input_sums", "tokens"))
-    last = torch.cat([sums, tokens.reshape(1)]).to(moment)
-    return torch.cat([torch.cat([moment, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
+    scale = side.trace() / moment.trace() if moment.any() else 1.0
+    last = torch.cat([sums, tokens.reshape(1)]).to(side) * scale
+    return torch.cat([torch.cat([side, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
 
 
 @torch.no_grad()

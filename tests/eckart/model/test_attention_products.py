@@ -179,6 +179,20 @@ def test_a_weighting_of_outputs_weighs_the_change_of_the_queries() -> None:
     torch.testing.assert_close(parts.spectrum[3:].square().sum(), expected, rtol=1e-4, atol=1e-12)
 
 
+def test_shrinkage_of_the_inputs_leaves_queries_that_do_not_depend_on_them_as_they_are() -> None:
+    """They are the bias, so nothing about them is uncertain."""
+    model = tiny.bert().eval()
+    targets = found(model)
+    statistics = collect(model, BATCHES, targets.targets, ["inputs", "output_gradients"])
+    product = products(targets)[0]
+    query = model.get_submodule(product.name)
+    torch.nn.init.zeros_(query.weight)
+    torch.nn.init.normal_(query.bias)
+    shrunk = WEIGHTING.validate_python({"kind": "kfac", "input_shrinkage": 0.5})
+    expected, spectrum = (decompose_product(model, product, each, statistics).spectrum for each in (KFAC, shrunk))
+    torch.testing.assert_close(spectrum, expected, rtol=1e-4, atol=1e-6 * float(expected[0]))
+
+
 def test_without_data_it_is_the_svd_of_each_heads_query_key_product(case) -> None:
     """So it is for inputs of equal variance and mean 0."""
     model, product, statistics = case
