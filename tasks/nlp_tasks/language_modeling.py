@@ -47,6 +47,7 @@ _CHARACTERS = 5_000_000  # that are tokenized at a time, which takes some 600 MB
 
 
 def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    # All tokens of a block are text. A mask would copy the logits, and their gradient: twice the time.
     return outputs["logits"][:, :-1].flatten(0, 1)
 
 
