@@ -221,7 +221,16 @@ _CLAIMED_PARTS = (
     ("LoSparse", "factors beside the rows beat rows alone (ITP)", "losparse", "losparse_pruning"),
     ("LoSparse", "rows beside the factors beat factors alone", "losparse", "losparse_factors"),
 )
-_CLAIMED_PRUNING = ("LPAF", "pruning before factorization beats plain SVD", "lpaf", "svd")
+_CLAIMED_PRUNING = (
+    ("LPAF", "pruning before factorization beats plain SVD", "lpaf", "svd"),
+    ("LPAF", "first-order scores beat magnitudes", "lpaf", "lpaf_magnitude"),
+)
+_CLAIMED_EXAMPLES = ("ARS", "6,000 examples for the search beat 4,000", "ars_6000", "ars")
+_CLAIMED_THRESHOLDS = (
+    ("SoftLM", "learned thresholds, at its own rates, beat plain SVD", "softlm_merged", "svd"),
+    ("SoftLM", "…, with frozen thresholds", "softlm_frozen", "svd"),
+    ("SoftLM", "…, with one threshold for each block", "softlm_block", "svd"),
+)
 _CLAIMED_ROWS = (
     ("LoSparse", "factors beside the rows beat rows alone (ITP)", "losparse", "itp"),
     ("LoSparse", "… and movement pruning", "losparse", "movement_pruning"),
@@ -295,6 +304,7 @@ def unconfirmed() -> str:
     ars.append(("ars-glue-mrpc", "MRPC, keep 0.48, again", "mrpc-ablations"))
     ars.append(("ars-glue-mrpc-seeds", "MRPC, keep 0.48, three seeds", "mrpc-ablations"))
     ars.append(("ars-glue-cola", "CoLA, keep 0.48, three seeds", "cola-ablations"))
+    ars.append(("ars-glue-examples", "SST-2, keep 0.48, again", "sst2-examples"))
     runs = [
         *(("fair-reviews", "reviews", None, 0.33, claim) for claim in _CLAIMED),
         *(("fair-sts-b", "STS-B", None, 0.33, claim) for claim in _CLAIMED),
@@ -303,11 +313,12 @@ def unconfirmed() -> str:
         *(
             (study, data, task, 0.48, claim)
             for study, data, task in ars
-            for claim in (*_CLAIMED, *_CLAIMED_PARTS)
+            for claim in (*_CLAIMED, *_CLAIMED_PARTS, _CLAIMED_EXAMPLES)
             if all(_ran(study, recipe, task) for recipe in claim[2:])
         ),
-        ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
-        ("lpaf-glue-mrpc", "MRPC, keep 0.25", None, 0.25, _CLAIMED_PRUNING),
+        *(("softlm-parts", "SST-2, keep 0.5", None, 0.5, claim) for claim in _CLAIMED_THRESHOLDS),
+        ("lpaf-glue-short", "STS-B, keep 0.25", None, 0.25, _CLAIMED_PRUNING[0]),
+        *(("lpaf-glue-mrpc", "MRPC, keep 0.25", None, 0.25, claim) for claim in _CLAIMED_PRUNING),
         *(
             (study, f"{name}, keep {keep:g}", task, keep, claim)
             for task, (name, study, keeps) in LOSPARSE_TASKS.items()

@@ -26,10 +26,12 @@ from flows.engine.run_options import Options
 from flows.multi_seed import check_committed, folder_of, prepare
 from flows.tracking import database
 from flows.workspace.worktrees import WorkspaceError, carry, sources
+from tasks.figures import FIGURES
 from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed import study_file
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials
+from tasks.report.figures.plot import Line, Plot
 from tests.flows import forked
 from tests.flows.forked import Command, gone
 from tests.flows.servers import until
@@ -341,6 +343,38 @@ def test_a_task_that_fails_does_not_stop_the_others(repository: Path, monkeypatc
     assert "task two, seed 0: " in done.output
     assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
     assert not Path("docs/toy.md").exists()
+
+
+def test_figures_of_a_study_are_means_and_scores_over_numbered_tasks(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"study": {"name": "toy", "figures": ["results"]}, "data": {"metric": "accuracy"}}
+    studies = [StudyFile(Path("studies/toy.yaml"), params, (0, 1), f"block-{number}") for number in (1, 2, 3)]
+    line = Line(x=(1.0, 2.0), y=(3.0, 4.0))
+    for study in studies:
+        for seed in study.seeds:
+            drawn = folder_of(study, seed) / FIGURES / "results"
+            drawn.mkdir(parents=True)
+            plot = Plot(name="score", title="t", x="x", y="y", panels={"": {"svd": line}})
+            (drawn / "score.json").write_text(plot.model_dump_json())
+    monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
+    monkeypatch.setattr(multi_seed, "run", lambda *_: True)
+    monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
+    done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--figures", "drawn"])
+    assert done.exit_code == 0, done.output
+    files = {str(file.relative_to("drawn").with_suffix("")) for file in Path("drawn").rglob("*.svg")}
+    assert files == {"block-1/score", "block-2/score", "block-3/score", "score-over-block"}
+
+
+def test_figures_that_a_study_does_not_draw_are_refused_before_it_runs(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = StudyFile(Path("studies/toy.yaml"), {"study": {"name": "toy", "figures": {}}}, (0,))
+    monkeypatch.setattr(study_file, "load", lambda *_: (study,))
+    done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--figures", "drawn"])
+    assert done.exit_code == 1
+    assert "figures: {results, weights}" in done.output
+    assert not Path("workspaces").exists()
 
 
 STUDY = """\
