@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zoneinfo import ZoneInfo, available_timezones
 
 import httpx
@@ -49,6 +53,7 @@ CHANGED = "eckart.changed"
 """Name of the Prefect event that says that data, parameters or code have changed."""
 _FIELDS = 5  # of a cron schedule
 _POLL = 5.0  # seconds between two attempts to reach a lost server
+_MISSING = 2  # looks in a row that find no deployment: the first may come before it is made
 _PATIENCE = 30.0  # seconds in which a run ends its stages
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
@@ -64,7 +69,8 @@ def serve(
 
     The event `CHANGED` of the resource `eckart.NAME` also starts a run. All runs use the folder and the Dask scheduler
     of this process; a run cannot choose others. If Prefect's server stops answering, this function waits until it
-    answers again, or, if it had started that server itself, starts a new one.
+    answers again, or, if it had started that server itself, starts a new one. If the server no longer has the
+    deployment, since somebody deleted it or the server lost its database, it is made again, with its notifications.
 
     Args:
         name: name of the deployment.
@@ -85,7 +91,9 @@ def serve(
         warnings.filterwarnings("ignore", "coroutine 'Runner.astop'")  # of Prefect's own handler of SIGTERM
         while True:
             with prefect_server() as address:
-                if _serve_until_lost(name, deployment, set_up, due, address):
+                while (outcome := _serve_until_lost(name, deployment, set_up, due, address)) == "deleted":
+                    log.warning("study/%s is no longer on Prefect's server; it is made again", name)
+                if outcome == "ended":
                     return
             log.warning("Prefect's server does not answer; the schedule continues when it does")
             while (url := get_current_settings().api.url) and not answers(f"{url.rstrip('/')}/health"):
@@ -98,12 +106,12 @@ def _serve_until_lost(
     set_up: Callable[[], None],
     due: Callable[[datetime], datetime],
     address: str,
-) -> bool:
-    """Serve the deployment; return True if a signal ended it, and False if Prefect's server was lost."""
-    lost = False
+) -> Literal["ended", "deleted", "lost"]:
+    """Serve the deployment until a signal ends it, or until the deployment or Prefect's server is lost."""
+    lost, deleted = False, threading.Event()
     try:
         deployment_owner.check_name(name)
-        with deployment_owner.held(name), _paused_afterwards(name, address):
+        with deployment_owner.held(name), _paused_afterwards(name, address), _watching(name, deleted):
             set_up()
             print(_announcement(name, due, address), flush=True)
             study.serve(
@@ -123,15 +131,51 @@ def _serve_until_lost(
                 entrypoint_type=EntrypointType.MODULE_PATH,
                 print_starting_message=False,
             )
-    except Exception as error:  # Prefect raises many kinds of errors, and groups of errors
-        if answers(f"{address.rstrip('/')}/health"):
+    except (Exception, SystemExit) as error:  # Prefect raises many kinds of errors, and groups of errors
+        if deleted.is_set():
+            return "deleted"
+        if isinstance(error, SystemExit) or answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
         lost = True
     finally:
         if not lost:
             _end_runs()  # before Prefect's server, which they need
-    return not lost
+    return "lost" if lost else "ended"
+
+
+@contextmanager
+def _watching(name: str, deleted: threading.Event) -> Iterator[None]:
+    """During the block, set `deleted` and end Prefect's runner once the server no longer has the deployment.
+
+    The runner itself would wait for ever: to it, a deployment that is gone is one without due runs. A run that goes on
+    is not interrupted.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        missing = 0
+        while missing < _MISSING and not over.wait(get_current_settings().runner.poll_frequency):
+            with suppress(httpx.HTTPError):
+                missing = 0 if multiprocessing.active_children() or _has_deployment(name) else missing + 1
+        if not over.is_set():
+            deleted.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # A thread of its own would not see the address and the key of a server that this process has started.
+    threading.Thread(target=copy_context().run, args=(watch,), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _has_deployment(name: str) -> bool:
+    try:
+        with get_client(sync_client=True) as client:
+            return bool(client.read_deployment_by_name(f"study/{name}"))
+    except ObjectNotFound:
+        return False
 
 
 @contextmanager

@@ -30,7 +30,9 @@ _GRACE = timedelta(hours=2)  # a run may take that much longer than the previous
 _BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
-_BODY = "{{ flow_run.name }}{% if flow_run.state.message %}: {{ flow_run.state.message }}{% endif %}\n\n"
+# Discord refuses a message of over 2,000 characters, without a trace. The page has the whole one.
+_STATE = "{{ flow_run.state.message | truncate(1500, True, ' …', 0) }}"
+_BODY = f"{{{{ flow_run.name }}}}{{% if flow_run.state.message %}}: {_STATE}{{% endif %}}\n\n"
 _PAGE = "/runs/flow-run/{{ flow_run.id }}"
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
@@ -25,6 +25,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed, Failed, Late, Pending, Running, Scheduled, State
@@ -203,7 +204,28 @@ def test_a_failed_crashed_or_late_run_is_reported(served: SyncPrefectClient, tol
         wanted = NAMED[str(state.name)], f"{run.name}: {state.message}" if state.message else run.name
         until(lambda wanted=wanted: wanted in [(item["subject"], item["body"].split("\n")[0]) for item in told])  # type: ignore[misc]
         served.delete_flow_run(run.id)
+    run = served.create_flow_run_from_deployment(deployment.id, state=Scheduled(scheduled_time=tomorrow))
+    served.set_flow_run_state(run.id, Failed(message="too large\n" * 400), force=True)
+    until(lambda: any(run.name in item["body"] for item in told))
+    body = next(item["body"] for item in told if run.name in item["body"])
+    assert len(body) < 2000  # as Discord demands
+    assert body.endswith(f"/runs/flow-run/{run.id}")
+    served.delete_flow_run(run.id)
     until(lambda: any("study/idle" in item["subject"] for item in told))  # which lacks successes
+
+
+def test_a_deployment_that_somebody_deleted_is_made_again(served: SyncPrefectClient) -> None:
+    before = served.read_deployment_by_name("study/nightly")
+    served.delete_deployment(before.id)
+
+    def made_again() -> bool:
+        with suppress(ObjectNotFound):
+            return served.read_deployment_by_name("study/nightly").id != before.id
+        return False
+
+    until(made_again)
+    after = served.read_deployment_by_name("study/nightly")
+    assert (after.paused, after.schedules[0].schedule) == (False, before.schedules[0].schedule)
 
 
 @pytest.mark.parametrize(
