@@ -53,7 +53,7 @@ CHANGED = "eckart.changed"
 """Name of the Prefect event that says that data, parameters or code have changed."""
 _FIELDS = 5  # of a cron schedule
 _POLL = 5.0  # seconds between two attempts to reach a lost server
-_MISSING = 2  # looks in a row that find no deployment: the first may come before it is made
+_MISSING = 2  # looks in a row that do not find the deployment
 _PATIENCE = 30.0  # seconds in which a run ends its stages
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
@@ -108,10 +108,10 @@ def _serve_until_lost(
     address: str,
 ) -> Literal["ended", "deleted", "lost"]:
     """Serve the deployment until a signal ends it, or until the deployment or Prefect's server is lost."""
-    lost, deleted = False, threading.Event()
+    lost = False
     try:
         deployment_owner.check_name(name)
-        with deployment_owner.held(name), _paused_afterwards(name, address), _watching(name, deleted):
+        with deployment_owner.held(name), _paused_afterwards(name, address), _watching(name):
             set_up()
             print(_announcement(name, due, address), flush=True)
             study.serve(
@@ -131,10 +131,10 @@ def _serve_until_lost(
                 entrypoint_type=EntrypointType.MODULE_PATH,
                 print_starting_message=False,
             )
-    except (Exception, SystemExit) as error:  # Prefect raises many kinds of errors, and groups of errors
-        if deleted.is_set():
-            return "deleted"
-        if isinstance(error, SystemExit) or answers(f"{address.rstrip('/')}/health"):
+    except _DeletedError:
+        return "deleted"
+    except Exception as error:  # Prefect raises many kinds of errors, and groups of errors
+        if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
         lost = True
@@ -144,38 +144,40 @@ def _serve_until_lost(
     return "lost" if lost else "ended"
 
 
-@contextmanager
-def _watching(name: str, deleted: threading.Event) -> Iterator[None]:
-    """During the block, set `deleted` and end Prefect's runner once the server no longer has the deployment.
+class _DeletedError(SystemExit):
+    """Ends Prefect's runner, as SIGTERM does: the server no longer has the deployment."""
 
-    The runner itself would wait for ever: to it, a deployment that is gone is one without due runs. A run that goes on
+
+@contextmanager
+def _watching(name: str) -> Iterator[None]:
+    """During the block, raise _DeletedError in it once the server no longer has our deployment of this name.
+
+    Prefect's runner would wait for ever: to it, a deployment that is gone is one without due runs. A run that goes on
     is not interrupted.
     """
     over = threading.Event()
 
     def watch() -> None:
-        missing = 0
+        seen, missing = None, 0
         while missing < _MISSING and not over.wait(get_current_settings().runner.poll_frequency):
-            with suppress(httpx.HTTPError):
-                missing = 0 if multiprocessing.active_children() or _has_deployment(name) else missing + 1
+            with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+                found = deployment_owner.own(client, name)
+                seen = seen or found  # none until the runner has made it
+                missing = 0 if found == seen or multiprocessing.active_children() else missing + 1
         if not over.is_set():
-            deleted.set()
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
 
+    def end(*_: object) -> None:
+        if not over.is_set():
+            raise _DeletedError
+
+    signal.signal(signal.SIGUSR1, end)
     # A thread of its own would not see the address and the key of a server that this process has started.
     threading.Thread(target=copy_context().run, args=(watch,), daemon=True).start()
     try:
         yield
     finally:
         over.set()
-
-
-def _has_deployment(name: str) -> bool:
-    try:
-        with get_client(sync_client=True) as client:
-            return bool(client.read_deployment_by_name(f"study/{name}"))
-    except ObjectNotFound:
-        return False
 
 
 @contextmanager
@@ -194,11 +196,9 @@ def _paused_afterwards(name: str, address: str) -> Iterator[None]:
 def _pause(name: str) -> None:
     try:
         with get_client(sync_client=True) as client:
-            try:
-                deployment = client.read_deployment_by_name(f"study/{name}").id
-                client.pause_deployment(deployment)
-            except ObjectNotFound:  # it was never made, or somebody has deleted it
+            if not (deployment := deployment_owner.own(client, name)):  # never made, deleted, or another folder's now
                 return
+            client.pause_deployment(deployment)
             canceled: State[Any] = Cancelled(message="`eckart serve` ended before this run began.")
             of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
             waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
@@ -77,6 +78,15 @@ def check_name(name: str) -> None:
         )
 
 
+def own(client: SyncPrefectClient, name: str) -> UUID | None:
+    """Return the id of the working directory's deployment of this name, or None if the server has none."""
+    try:
+        found = client.read_deployment_by_name(f"study/{name}")
+    except ObjectNotFound:
+        return None
+    return found.id if _is_own(_tag_of(found)) else None
+
+
 @contextmanager
 def held(name: str) -> Iterator[None]:
     """Serve the deployment of this name alone while the block runs.
@@ -105,9 +115,13 @@ def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | Non
     """Return the tag that names a deployment's folder; "" if it has no such tag, None if there is no deployment."""
     with get_client(sync_client=True) as client:
         try:
-            return next((tag for tag in read(client).tags if tag.startswith(_TAG)), "")
+            return _tag_of(read(client))
         except ObjectNotFound:
             return None
+
+
+def _tag_of(found: DeploymentResponse) -> str:
+    return next((tag for tag in found.tags if tag.startswith(_TAG)), "")
 
 
 def _is_own(owner: str) -> bool:

@@ -216,6 +216,7 @@ def test_a_failed_crashed_or_late_run_is_reported(served: SyncPrefectClient, tol
 
 def test_a_deployment_that_somebody_deleted_is_made_again(served: SyncPrefectClient) -> None:
     before = served.read_deployment_by_name("study/nightly")
+    time.sleep(3)  # `serve` looks each second, and must have seen it
     served.delete_deployment(before.id)
 
     def made_again() -> bool:
