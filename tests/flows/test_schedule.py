@@ -373,6 +373,23 @@ def test_a_signal_pauses_the_deployment_though_prefects_runner_does_not(
         assert begun == [StateType.CANCELLED, StateType.RUNNING]
 
 
+def test_a_deployment_that_another_folder_made_meanwhile_is_not_paused(
+    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("study")
+
+        def runner(name: str, tags: list[str], **_: Any) -> None:
+            client.delete_deployment(client.create_deployment(flow, name, tags=tags))
+            client.create_deployment(flow, name, tags=["workspace 1 elsewhere:/a"])
+
+        monkeypatch.setattr(schedule.study, "serve", runner)
+        schedule.serve("meanwhile", "0 2 * * *", "UTC", Options())
+        assert not client.read_deployment_by_name("study/meanwhile").paused
+
+
 def test_runs_end_before_the_server_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If SIGTERM ends Prefect's runner, which leaves them alone."""
     runs: list[SpawnProcess] = []
