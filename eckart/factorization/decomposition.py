@@ -89,7 +89,7 @@ def _output_moments(
     weight, side = weight.to(exact_dtype(weight)), weigh(weighting, target, statistics).right
     if bias is not None and side is not None and "inputs" in weighting.statistics:
         weight = torch.cat([weight, bias.detach().to(weight).unsqueeze(1)], 1)
-        side = _with_ones(side, statistics, target.input_of)
+        side = _with_ones(side, statistics, target.input_of, weighting.correlations)
     by_head = weight.unflatten(0, (heads, -1))
     if side is None:
         return by_head @ by_head.mT
@@ -97,17 +97,19 @@ def _output_moments(
     return (by_head @ side if side.dim() == 2 else by_head * side) @ by_head.mT
 
 
-def _with_ones(side: Tensor, statistics: Statistics, name: str) -> Tensor:
+def _with_ones(side: Tensor, statistics: Statistics, name: str, correlations: float) -> Tensor:
     """Return a right side `(in + 1, in + 1)` for inputs with a 1 appended, which makes a bias a column of the weight.
 
-    The 1 is certain, so nothing that `side` has been shrunk by applies to it.
+    The 1 is certain, so its own moment is not shrunk. Its products with inputs are, like those of two inputs: else the
+    side would not be positive semidefinite if inputs have large means.
 
     Args:
         side: the scaled and perhaps shrunk C_in `(in, in)`; shrinkage keeps the trace.
+        correlations: share of the products of two inputs that is left in `side`.
     """
     moment, sums, tokens = (statistics[kind][name] for kind in ("inputs", "input_sums", "tokens"))
     scale = side.trace() / moment.trace() if moment.any() else 1.0
-    last = torch.cat([sums, tokens.reshape(1)]).to(side) * scale
+    last = torch.cat([correlations * sums, tokens.reshape(1)]).to(side) * scale
     return torch.cat([torch.cat([side, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
 
 

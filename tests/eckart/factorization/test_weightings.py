@@ -24,7 +24,7 @@ WRITTEN = [
     {"kind": "taylor", "axis": "output"},
     {"kind": "activation_scaling"},
     {"kind": "inputs"},
-    {"kind": "kfac", "shrinkage": 0.5, "input_shrinkage": 0.5},
+    {"kind": "kfac", "shrinkage": 0.5, "input_shrinkage": 0.5, "correlation_shrinkage": 0.5},
     {"kind": "fisher_inputs"},
 ]
 KEY = Target(name="key", out_features=4, in_features=6, input_of="query")
@@ -145,6 +145,17 @@ def test_shrinkage_of_either_side_keeps_its_trace_and_bounds_its_condition(calib
         torch.testing.assert_close(
             torch.linalg.eigvalsh(after)[0], least, atol=1e-12 * float(before.trace()), rtol=1e-9
         )
+
+
+@given(calibrations(), st.floats(0, 0.99))
+def test_shrunk_correlations_mix_kfac_with_independent_inputs(calibration, share):
+    x, delta, error = calibration
+    gathered = token_statistics(x, delta)
+    alone = {**gathered, "inputs": {key: value.diagonal().diag() for key, value in gathered["inputs"].items()}}
+    weighting = parse({"kind": "kfac", "correlation_shrinkage": share})
+    plain, independent = (weighted_loss(error, weigh(parse({"kind": "kfac"}), KEY, some)) for some in (gathered, alone))
+    expected = (1 - share) * plain + share * independent
+    torch.testing.assert_close(weighted_loss(error, weigh(weighting, KEY, gathered)), expected)
 
 
 @given(calibrations())

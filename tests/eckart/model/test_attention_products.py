@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.calibration.statistics import collect
-from eckart.factorization.decomposition import decompose_product
+from eckart.factorization.decomposition import _with_ones, decompose_product
 from eckart.factorization.factorize import factorize_at_once
-from eckart.factorization.weightings import Weighting
+from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.attention_products import find_products
 from eckart.model.hf_format import save
 from eckart.model.layers import factorized
-from eckart.model.targets import Product, Targets, find_targets, weight_of
+from eckart.model.targets import Product, Target, Targets, find_targets, weight_of
 from eckart.onnx import export
 from eckart.ranks.budget import cost, largest_rank, total
 from eckart.ranks.tolerance import Tolerance
@@ -191,6 +191,22 @@ def test_shrinkage_of_the_inputs_leaves_queries_that_do_not_depend_on_them_as_th
     shrunk = WEIGHTING.validate_python({"kind": "kfac", "input_shrinkage": 0.5})
     expected, spectrum = (decompose_product(model, product, each, statistics).spectrum for each in (KFAC, shrunk))
     torch.testing.assert_close(spectrum, expected, rtol=1e-4, atol=1e-6 * float(expected[0]))
+
+
+@pytest.mark.parametrize("kind", ["input_shrinkage", "correlation_shrinkage"])
+def test_shrinkage_keeps_a_norm_if_inputs_have_large_means(kind: str) -> None:
+    """The moments of inputs and of the constant 1 are those of some inputs: no direction has a negative one."""
+    sums, tokens = torch.full((4,), 30.0), torch.tensor(10.0)
+    statistics = {
+        "inputs": {"x": sums.outer(sums) / tokens + torch.eye(4)},
+        "input_sums": {"x": sums},
+        "tokens": {"x": tokens},
+        "output_gradients": {"x": torch.eye(4)},
+    }
+    weighting = WEIGHTING.validate_python({"kind": "kfac", kind: 0.5})
+    target = Target(name="x", input_of="x", in_features=4, out_features=4)
+    side = _with_ones(weigh(weighting, target, statistics).right, statistics, "x", weighting.correlations)
+    assert torch.linalg.eigvalsh(side)[0] > -1e-6 * side.trace()
 
 
 def test_without_data_it_is_the_svd_of_each_heads_query_key_product(case) -> None:

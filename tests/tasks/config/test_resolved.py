@@ -56,7 +56,7 @@ def test_the_defaults_are_the_default_study() -> None:
     assert params["recipes"]["kfac"] == {
         "source": "teacher",
         "shaping": None,
-        "weighting": {"kind": "kfac", "shrinkage": 0.0, "input_shrinkage": 0.0},
+        "weighting": {"kind": "kfac", "shrinkage": 0.0, "input_shrinkage": 0.0, "correlation_shrinkage": 0.0},
         "ranks": {"kind": "waterfill", "multiple": 8, "embedding_price": 1.0, "narrow": False, "one_width": False},
         "residual": None,
         "storage": "factors",
