@@ -53,7 +53,7 @@ CHANGED = "eckart.changed"
 """Name of the Prefect event that says that data, parameters or code have changed."""
 _FIELDS = 5  # of a cron schedule
 _POLL = 5.0  # seconds between two attempts to reach a lost server
-_MISSING = 2  # looks in a row that do not find the deployment
+_MISSING, _NEVER_SEEN = 2, 12  # looks in a row that do not find the deployment; a slow server takes long to make it
 _PATIENCE = 30.0  # seconds in which a run ends its stages
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
@@ -159,11 +159,14 @@ def _watching(name: str) -> Iterator[None]:
 
     def watch() -> None:
         seen, missing = None, 0
-        while missing < _MISSING and not over.wait(get_current_settings().runner.poll_frequency):
+        while not over.wait(get_current_settings().runner.poll_frequency):
             with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
                 found = deployment_owner.own(client, name)
-                seen = seen or found  # none until the runner has made it
-                missing = 0 if found == seen or multiprocessing.active_children() else missing + 1
+                seen = seen or found
+                there = found and found == seen
+                missing = 0 if there or multiprocessing.active_children() else missing + 1
+            if missing >= (_MISSING if seen else _NEVER_SEEN):
+                break
         if not over.is_set():
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -198,7 +201,8 @@ def _pause(name: str) -> None:
         with get_client(sync_client=True) as client:
             if not (deployment := deployment_owner.own(client, name)):  # never made, deleted, or another folder's now
                 return
-            client.pause_deployment(deployment)
+            with suppress(ObjectNotFound):
+                client.pause_deployment(deployment)
             canceled: State[Any] = Cancelled(message="`eckart serve` ended before this run began.")
             of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
             waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))
