@@ -45,6 +45,8 @@ from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study, begun, noted, noting
 from tests.workspace import tiny_params, write_params
 
+ELSEWHERE = ["workspace 1 elsewhere:/a"]
+"""Tags of a deployment of another folder."""
 NOTHING = {"least_speedup": 1e9}
 """A limit that no candidate meets: a promotion is refused at once."""
 NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Crashed", "Late")}
@@ -270,15 +272,21 @@ def test_serve_replaces_the_notifications(
 
 
 @pytest.fixture
-def elsewhere(
+def at_server(
     prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[SyncPrefectClient, UUID]]:
-    """A client, in a folder in which nothing may run, and a deployment `taken` that another folder has made."""
+    """A client and the flow `study`, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
     with temporary_settings(address), get_client(sync_client=True) as client:
-        flow = client.create_flow_from_name("study")
-        yield client, client.create_deployment(flow, "taken", tags=["workspace 1 elsewhere:/a"])
+        yield client, client.create_flow_from_name("study")
+
+
+@pytest.fixture
+def elsewhere(at_server: tuple[SyncPrefectClient, UUID], tmp_path: Path) -> Iterator[tuple[SyncPrefectClient, UUID]]:
+    """A client, in a folder in which nothing may run, and a deployment `taken` that another folder has made."""
+    client, flow = at_server
+    yield client, client.create_deployment(flow, "taken", tags=ELSEWHERE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,7 +295,7 @@ def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[S
     with pytest.raises(deployment_owner.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
     existing = client.read_deployment(taken)
-    assert (existing.schedules, existing.tags) == ([], ["workspace 1 elsewhere:/a"])
+    assert (existing.schedules, existing.tags) == ([], ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", ["team/nightly", "50%", "a&b", ""])
@@ -350,44 +358,38 @@ def test_an_invalid_schedule_is_refused(cron: str, timezone: str, named: str) ->
 
 
 def test_a_signal_pauses_the_deployment_though_prefects_runner_does_not(
-    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_server: tuple[SyncPrefectClient, UUID], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If SIGTERM comes while the runner starts a run, the runner ends at once, and the run is never begun."""
-    monkeypatch.chdir(tmp_path)
-    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
-    with temporary_settings(address), get_client(sync_client=True) as client:
-        flow = client.create_flow_from_name("study")
-        runs: list[UUID] = []
+    client, flow = at_server
+    runs: list[UUID] = []
 
-        def runner(name: str, tags: list[str], **_: Any) -> None:
-            deployment = client.create_deployment(flow, name, tags=tags)
-            states = (Pending(name="Submitting"), Running())
-            runs.extend(client.create_flow_run_from_deployment(deployment, state=state).id for state in states)
-            sys.exit(0)
+    def runner(name: str, tags: list[str], **_: Any) -> None:
+        deployment = client.create_deployment(flow, name, tags=tags)
+        states = (Pending(name="Submitting"), Running())
+        runs.extend(client.create_flow_run_from_deployment(deployment, state=state).id for state in states)
+        sys.exit(0)
 
-        monkeypatch.setattr(schedule.study, "serve", runner)
-        with pytest.raises(SystemExit):
-            schedule.serve("ended", "0 2 * * *", "UTC", Options())
-        assert client.read_deployment_by_name("study/ended").paused
-        begun = [client.read_flow_run(run).state_type for run in runs]
-        assert begun == [StateType.CANCELLED, StateType.RUNNING]
+    monkeypatch.setattr(schedule.study, "serve", runner)
+    with pytest.raises(SystemExit):
+        schedule.serve("ended", "0 2 * * *", "UTC", Options())
+    assert client.read_deployment_by_name("study/ended").paused
+    begun = [client.read_flow_run(run).state_type for run in runs]
+    assert begun == [StateType.CANCELLED, StateType.RUNNING]
 
 
 def test_a_deployment_that_another_folder_made_meanwhile_is_not_paused(
-    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_server: tuple[SyncPrefectClient, UUID], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
-    with temporary_settings(address), get_client(sync_client=True) as client:
-        flow = client.create_flow_from_name("study")
+    client, flow = at_server
 
-        def runner(name: str, tags: list[str], **_: Any) -> None:
-            client.delete_deployment(client.create_deployment(flow, name, tags=tags))
-            client.create_deployment(flow, name, tags=["workspace 1 elsewhere:/a"])
+    def runner(name: str, tags: list[str], **_: Any) -> None:
+        client.delete_deployment(client.create_deployment(flow, name, tags=tags))
+        client.create_deployment(flow, name, tags=ELSEWHERE)
 
-        monkeypatch.setattr(schedule.study, "serve", runner)
-        schedule.serve("meanwhile", "0 2 * * *", "UTC", Options())
-        assert not client.read_deployment_by_name("study/meanwhile").paused
+    monkeypatch.setattr(schedule.study, "serve", runner)
+    schedule.serve("meanwhile", "0 2 * * *", "UTC", Options())
+    assert not client.read_deployment_by_name("study/meanwhile").paused
 
 
 def test_runs_end_before_the_server_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
