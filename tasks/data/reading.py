@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from tasks.runtime.stage_runner import say
 
 _NAMES = ("train", "validation", "test")  # of files that are meant as splits, whatever data.splits names
 _SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
+_WRITTEN = "written"  # key of a frame's attrs
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
@@ -51,19 +53,46 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     if ignored := [name for name in source if name not in split_names.values()]:
         say(f"splits that are not used: {', '.join(ignored)} (data.splits names those that are)")
     label = params.columns.label
-    parts: dict[Split, pd.DataFrame] = {
-        split: _columns(as_frame(source[name](), label), params) for split, name in split_names.items()
-    }
+    frames: dict[Split, pd.DataFrame] = {split: as_frame(source[name](), label) for split, name in split_names.items()}
+    if label:
+        _keep_spelling(frames.values(), label, params.source)
+    parts = {split: _columns(frame, params) for split, frame in frames.items()}
     if label:
         _give_one_type(parts)
     return parts
 
 
+def _keep_spelling(frames: Collection[pd.DataFrame], label: str, source: str) -> None:
+    """Spell classes that were read as numbers or booleans as their CSV file does, if another split has words.
+
+    A spelling that the words lack is that of a program, if only case or zeros after the point differ from one word.
+
+    Raises:
+        StageError: all classes are numbers, and two of them, such as 1.1 and 1.10, are the same.
+    """
+    written = [(frame, frame.attrs.pop(_WRITTEN)) for frame in frames if _WRITTEN in frame.attrs]
+    words = {word for frame in frames if label in frame for word in _words(frame[label])}
+    if not words:
+        _refuse_equal_numbers([cells for frame, cells in written if is_numeric(frame[label])], source)
+        return
+    alike = Counter(map(_simplified, words))
+    spelled = {_simplified(word): word for word in words if alike[_simplified(word)] == 1}
+    for frame, cells in written:
+        frame[label] = cells.map(lambda cell: cell if cell in words else spelled.get(_simplified(cell), cell), "ignore")
+
+
+def _words(labels: pd.Series) -> Iterable[str]:
+    return labels.dropna().unique() if pd.api.types.is_string_dtype(labels) else ()
+
+
+def _simplified(cell: str) -> str:
+    return re.sub(r"\.0+$", "", cell.casefold())
+
+
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
     """Turn numbers and booleans in the column label into text if another split has text, and 1.0 into 1 elsewhere.
 
-    A CSV file has no types: 1 is a number only in a file whose other labels are numbers, and 1.0 only in one that a
-    program wrote so.
+    Files of several formats, and programs that write 1.0 for 1, need this.
     """
     for rows in parts.values():
         if pd.api.types.is_float_dtype(rows["label"]) and _are_whole(rows["label"]):
@@ -187,12 +216,13 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     In a TSV file, quotes are characters like any other.
 
     A column's type follows from all of its cells. `datasets` takes it from the first 10,000, and refuses other cells
-    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text.
+    behind them, or writes True as true and 01 as 1. A column with a cell such as 01 holds codes, which stay text. If
+    `classes` are read as numbers or booleans, `attrs` has their cells: another file may have words.
 
     Raises:
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
             ignore; rows have cells beyond the names in the first line (a separator at the end of the rows makes none);
-            the separator is another one; or two of `classes`, such as 1.1 and 1.10, are the same number.
+            two columns have one name; or the separator is another one.
     """
     if _suffix(file) == ".csv":
         _check_quotes(file)
@@ -204,23 +234,27 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     except (pd.errors.ParserWarning, pd.errors.ParserError) as error:
         raise StageError(_too_many_cells(file) or str(error)) from None  # see _check_quotes
     _check_separator(file, rows)
-    if not (numeric := [name for name in rows if is_numeric(rows[name])]):
+    _check_names(file)
+    if not (untyped := [name for name in rows if pd.api.types.is_numeric_dtype(rows[name])]):  # or booleans
         return rows
-    cells = pd.read_csv(file, **{**options, "usecols": numeric, "dtype": str})
-    codes = [name for name in numeric if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
-    if classes in numeric and classes not in codes:
-        _refuse_equal_numbers(cells[classes].dropna())
+    cells = pd.read_csv(file, **{**options, "usecols": untyped, "dtype": str})
+    codes = [name for name in untyped if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
     rows[codes] = cells[codes]
+    if classes in {*untyped} - {*codes}:
+        rows.attrs[_WRITTEN] = cells[classes]
     return rows
 
 
-def _refuse_equal_numbers(cells: pd.Series) -> None:
+def _refuse_equal_numbers(columns: Sequence[pd.Series], source: str) -> None:
     """Raise a StageError if two cells are the same number, but not because one has only zeros after its point."""
+    if not columns:
+        return
+    cells = pd.concat(columns).dropna()
     written = pd.Series(cells.str.strip().str.replace(r"^\+|\.0*$", "", regex=True).unique())
     if equal := written[pd.to_numeric(written).duplicated(keep=False)].tolist():
         raise StageError(
-            f"its labels {' and '.join(sorted(equal)[:2])} are the same number: write classes so that they differ as "
-            "numbers, or as words, such as v1.10"
+            f"the labels {' and '.join(sorted(equal)[:2])} of {source} are the same number: write classes so that they "
+            "differ as numbers, or as words, such as v1.10"
         )
 
 
@@ -266,7 +300,7 @@ def _too_many_cells(file: Path) -> str:
     """Say why rows of a CSV or TSV file have cells beyond the names in the first line; return "" if none has."""
     longest, found = 0, ""
     with _cells(file) as reader:
-        names = next(row for row in reader if any(map(str.strip, row)))
+        names = _names(reader)
         if len(names) == 1 and _other_separators(file, names[0]):
             return _save_with_own(file, names[0])
         for row in reader:
@@ -276,6 +310,17 @@ def _too_many_cells(file: Path) -> str:
             if len(row) > max(longest, len(names)):
                 longest, found = len(row), f"{words}: remove the separators at its end"
     return found
+
+
+def _check_names(file: Path) -> None:
+    with _cells(file) as reader:
+        twice = [name for name, times in Counter(_names(reader)).items() if name and times > 1]
+    if twice:
+        raise StageError(f"its first line has two columns {', '.join(map(repr, twice))}: rename or remove one")
+
+
+def _names(reader: Iterator[list[str]]) -> list[str]:
+    return next(row for row in reader if any(map(str.strip, row)))
 
 
 @contextmanager

@@ -362,6 +362,41 @@ def test_classes_that_are_the_same_number_are_refused() -> None:
     assert load_task().labels == ("1.0", "2.5")
 
 
+def test_the_same_number_in_two_splits_is_refused() -> None:
+    write(rows(["1.1", "2"] * 20), "folder/train")
+    write(rows(["1.10", "2"] * 10), "folder/test")
+    assert re.search(r"1\.1 and 1\.10\b.*data/raw/folder", refusal("data/raw/folder", **GIVEN))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["1.1", "1.10"], ["1.1", "1.10"]),
+        (["1.10", "1.10"], ["1.10", "1.10"]),
+        (["+1", "+1"], ["+1", "+1"]),
+        (["1e3", " 2"], ["1e3", " 2"]),
+        (["true", "True"], ["true", "True"]),
+        (["TRUE", "FALSE"], None),  # true or True?
+        (["false", "FALSE"], ["False", "False"]),  # Excel's spelling
+        (["2.0", "7.0"], ["2", "7.0"]),  # a program's, and one that train has, too
+        (["1.100", "2"], None),
+    ],
+)
+def test_a_split_without_words_keeps_the_spelling_of_train(given: list[str], found: list[str] | None) -> None:
+    """As numbers, 1.1 and 1.10 would be one class, and so would 1 and +1."""
+    train = ["1", "+1", "1.1", "1.10", "1e3", " 2", "2", "7", "7.0", "true", "True", "False", "a word"]
+    write(rows(train * 10), "folder/train")
+    test = rows(given * 10).assign(text=lambda frame: "test " + frame["text"])
+    write(test, "folder/test")
+    if found is None:
+        assert given[0] in refusal("data/raw/folder", **GIVEN, **WHOLE)
+        return
+    splits, names = extracted("data/raw/folder", **GIVEN, **WHOLE), load_task().labels
+    assert names is not None
+    truth = dict(zip(test["text"], found * 10, strict=True))
+    assert all(names[label] == truth[text] for text, label in pairs(splits["test"]))
+
+
 @pytest.mark.parametrize(
     ("labels", "names"),
     [(["-1", "-2", "0", "1"], ("-2", "-1", "0", "1")), (["10.0", "2.0", "1.0"], ("1.0", "2.0", "10.0"))],
@@ -503,6 +538,7 @@ def test_a_text_that_is_a_number_is_refused() -> None:
         (".csv", b"text,label\na,b\nc,d,\n", "line 3 has 3 .* 2 names"),
         (".csv", b"  \ntext,label\na,b\nc,d,e\n", "line 4 has 3 .* 2 names"),
         (".csv", b'\xef\xbb\xbf"te,xt","label"\na,b\nc,d,e\n', "line 3 has 3 .* 2 names"),
+        (".csv", b"text,label,label\na,b,c\n", "'label'"),
         (".csv", b"text;label\nwell, then;yes\nfine;no\n", "','"),
         (".csv", b"text;label\nwell;yes\nfine;no\n", "','"),
         (".tsv", b"text,label\nwell,yes\nfine,no\n", "'.t'"),
