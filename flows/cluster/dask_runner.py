@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,15 +56,15 @@ def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -
     except OSError as error:
         raise ClusterError(f"no Dask scheduler answers at {scheduler}: start one with `dask scheduler`") from error
     with client:
-        yield Workers(planned, client, timeout)
+        yield Workers(planned, client, scheduler, timeout)
 
 
 class Workers:
     """The workers of a Dask cluster, which run stages. Many threads call `execute`, one for each stage."""
 
-    def __init__(self, planned: Sequence[Planned], client: Client, timeout: float | None) -> None:
+    def __init__(self, planned: Sequence[Planned], client: Client, scheduler: str, timeout: float | None) -> None:
         self._planned = {stage.name: stage for stage in planned}
-        self._client, self._timeout = client, timeout
+        self._client, self._scheduler, self._timeout = client, scheduler, timeout
         self._warned = threading.Event()
         self._published: set[str] = set()
         """Names of the stages whose outputs are in the DVC remote."""
@@ -113,6 +114,10 @@ class Workers:
                 log(line)
             try:
                 result = future.result()
+            except CancelledError as error:
+                raise ClusterError(
+                    f"the Dask scheduler {self._scheduler} is gone: start it and its workers, then run again"
+                ) from error
             except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
                 raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
             if isinstance(result, Exception):

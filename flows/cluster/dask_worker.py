@@ -52,21 +52,24 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages for the scheduler at an address until it ends or this process is told to end."""
+    """Run stages for the scheduler at an address until this process is told to end, or fail when the scheduler ends."""
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
 
     async def work_and_end() -> None:
         with stage_processes.reaping():
-            await _work(scheduler, side_by_side)
+            asked_to_end = await _work(scheduler, side_by_side)
+        if not asked_to_end:
+            print(f"The scheduler {scheduler} is gone. Once it is back, start this worker again.", flush=True)
         # Exit at once instead of returning: unfinished work of Dask could keep the process alive for ever, and the
         # thread of a stage that was just killed would report the stage as failed.
-        os._exit(0)
+        os._exit(0 if asked_to_end else 1)
 
     asyncio.run(work_and_end())
 
 
-async def _work(scheduler: str, side_by_side: int) -> None:
+async def _work(scheduler: str, side_by_side: int) -> bool:
+    """Return whether this process was told to end; else the scheduler has ended."""
     import dask
     from distributed import Status, Worker  # slow, and an optional extra
     from distributed.comm.addressing import get_address_host
@@ -88,4 +91,6 @@ async def _work(scheduler: str, side_by_side: int) -> None:
         await asyncio.sleep(_POLL)
     # Close the worker before its stages are killed, so that the scheduler gives them to other workers. If the scheduler
     # is gone, Dask has begun to close the worker by itself and waits for its stages, which end when they are killed.
+    ended = stopped.is_set()
     await asyncio.wait([asyncio.ensure_future(worker.close(timeout=_POLL, executor_wait=False))], timeout=_GOODBYE)
+    return ended

@@ -264,7 +264,7 @@ def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_other
 def test_a_run_that_ends_does_not_wait_for_workers_and_sends_them_nothing_more() -> None:
     client = Mock()
     client.submit.return_value.done.return_value = False
-    workers = dask_runner.Workers([], client, None)
+    workers = dask_runner.Workers([], client, "tcp://127.0.0.1:1", None)
     with ThreadPoolExecutor() as pool:
         with stage_processes.reaping():
             waiting = pool.submit(workers._run, Mock(), print)
@@ -358,15 +358,15 @@ class Driver:
 
 
 @contextmanager
-def cluster(root: Path, folder: Path) -> Iterator[tuple[str, dict[Path, Command]]]:
-    """A scheduler and two workers in clones of `root`: its address, and clone → process."""
+def cluster(root: Path, folder: Path) -> Iterator[tuple[LocalCluster, dict[Path, Command]]]:
+    """A scheduler and two workers in clones of `root`, clone → process."""
     clones = [clone(root, folder / f"worker-{number}") for number in range(2)]
     with LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler:
         address = scheduler.scheduler_address
         workers = {clone: Command(clone, BARE | {"PYTHONPATH": str(ROOT)}, "worker", address) for clone in clones}
         try:
             until(lambda: len(scheduler.scheduler.workers) == 2)
-            yield address, workers
+            yield scheduler, workers
         finally:
             for worker in workers.values():
                 with suppress(psutil.NoSuchProcess):  # a test has killed it
@@ -390,8 +390,8 @@ def test_a_killed_worker_and_a_failing_stage(tmp_path: Path) -> None:
     pipeline = PIPELINE.replace("mkdir -p out", f"sh {tmp_path}/trial {tmp_path} ${{item.item}}")
     pipeline = pipeline.replace('["out/${item.item}"]', '["out/${item.item}", "out/${item.item}.jsonl"]')
     root = toy_repository(tmp_path / "toy", pipeline)
-    with cluster(root, tmp_path) as (address, workers):
-        driver = Driver(root, address)
+    with cluster(root, tmp_path) as (scheduler, workers):
+        driver = Driver(root, scheduler.scheduler_address)
         try:
             driver.ready()
             for worker in workers.values():
@@ -447,8 +447,8 @@ def test_two_flows_with_one_scheduler_send_no_stage_twice(tmp_path: Path) -> Non
     What gathers the results of others goes to no worker.
     """
     root = toy_repository(tmp_path / "toy", PIPELINE.replace("cp raw.txt", "sleep 2 && cp raw.txt"))
-    with cluster(root, tmp_path) as (address, workers):
-        flows = [Driver(root, address) for _ in range(2)]
+    with cluster(root, tmp_path) as (scheduler, workers):
+        flows = [Driver(root, scheduler.scheduler_address) for _ in range(2)]
         try:
             for flow in flows:
                 flow.ready()
@@ -463,6 +463,25 @@ def test_two_flows_with_one_scheduler_send_no_stage_twice(tmp_path: Path) -> Non
     assert sorted(["total", *itertools.chain(*there)]) == sorted(both[0])
     for name in both[0]:
         assert sorted(states[name][0] for states in both) == ["Cached", "Executed"]
+
+
+def test_a_scheduler_that_ends(tmp_path: Path) -> None:
+    """The flow names it, and the workers fail, so that what has started them does so again."""
+    root = toy_repository(
+        tmp_path / "toy", PIPELINE.replace("cp raw.txt", f"touch {tmp_path}/begun; sleep 300; cp raw.txt")
+    )
+    with cluster(root, tmp_path) as (scheduler, workers):
+        driver, address = Driver(root, scheduler.scheduler_address), scheduler.scheduler_address
+        try:
+            driver.ready()
+            driver.begin()
+            until((tmp_path / "begun").exists)
+            scheduler.close()
+            assert address in driver.states()["source"][1]
+        finally:
+            driver.end()
+        until(lambda: all(worker.poll() is not None for worker in workers.values()))
+        assert {worker.poll() for worker in workers.values()} == {1}
 
 
 def clone(root: Path, folder: Path) -> Path:
@@ -488,7 +507,8 @@ def test_a_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_path:
     add_remote(root, tmp_path / "remote")
     forget(root, elsewhere | here)
     commit(root)
-    with cluster(root, tmp_path) as (address, _):
+    with cluster(root, tmp_path) as (scheduler, _):
+        address = scheduler.scheduler_address
         code, printed = Command(
             root, BARE | prefect, "run", "--task-runner", "dask", "--scheduler", address, "--workers", "2"
         ).end()
