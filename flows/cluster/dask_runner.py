@@ -56,7 +56,10 @@ def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -
     except OSError as error:
         raise ClusterError(f"no Dask scheduler answers at {scheduler}: start one with `dask scheduler`") from error
     with client:
-        yield Workers(planned, client, scheduler, timeout)
+        try:
+            yield Workers(planned, client, scheduler, timeout)
+        finally:
+            stage_processes.end_all()  # before the client closes, which would look like the end of the scheduler
 
 
 class Workers:
@@ -103,7 +106,8 @@ class Workers:
         """
         key = f"{order.stage}-{uuid4()}"  # unique among all flows that use the scheduler
         heard = self._heard[key] = SimpleQueue()
-        future = self._client.submit(dask_worker.stage, order, self._timeout, key=key)
+        with self._explained():
+            future = self._client.submit(dask_worker.stage, order, self._timeout, key=key)
         future.add_done_callback(lambda ended: heard.put(None))
         try:
             while (message := self._next(heard, future)) is not None:
@@ -112,20 +116,27 @@ class Workers:
                     Path(path).parent.mkdir(parents=True, exist_ok=True)
                     Path(path).write_text(points)
                 log(line)
-            try:
+            with self._explained():
                 result = future.result()
-            except CancelledError as error:
-                raise ClusterError(
-                    f"the Dask scheduler {self._scheduler} is gone: start it and its workers, then run again"
-                ) from error
-            except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
-                raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
             if isinstance(result, Exception):
                 raise result
             return result
         finally:
             future.release()  # else Dask would run the stage again when its worker ends
             del self._heard[key]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn any error of Dask into a ClusterError."""
+        try:
+            yield
+        except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
+            if isinstance(error, CancelledError) or self._client.status != "running":
+                raise ClusterError(
+                    f"the connection to the Dask scheduler {self._scheduler} was lost: start it and its workers, if "
+                    "they have ended, and run again"
+                ) from error
+            raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
     def _next(self, heard: SimpleQueue[Any], future: Future) -> Any:
         while True:
@@ -135,7 +146,11 @@ class Workers:
                 stage_processes.check_goes_on()
                 if future.done():  # also true after the client was closed, when no message comes any more
                     return None
-                if not self._warned.is_set() and not self._client.nthreads():
+                if self._warned.is_set():
+                    continue
+                with self._explained():
+                    idle = not self._client.nthreads()
+                if idle:
                     self._warned.set()
                     log.warning("no worker: in a clone on another machine, `eckart worker ADDRESS` starts one")
 

@@ -60,7 +60,7 @@ def work(scheduler: str, side_by_side: int) -> None:
         with stage_processes.reaping():
             asked_to_end = await _work(scheduler, side_by_side)
         if not asked_to_end:
-            print(f"The scheduler {scheduler} is gone. Once it is back, start this worker again.", flush=True)
+            print(f"The scheduler {scheduler} has ended or let this worker go: start both again.", flush=True)
         # Exit at once instead of returning: unfinished work of Dask could keep the process alive for ever, and the
         # thread of a stage that was just killed would report the stage as failed.
         os._exit(0 if asked_to_end else 1)
@@ -69,7 +69,7 @@ def work(scheduler: str, side_by_side: int) -> None:
 
 
 async def _work(scheduler: str, side_by_side: int) -> bool:
-    """Return whether this process was told to end; else the scheduler has ended."""
+    """Return whether this process was told to end; else the scheduler has ended, or let the worker go."""
     import dask
     from distributed import Status, Worker  # slow, and an optional extra
     from distributed.comm.addressing import get_address_host
@@ -91,6 +91,5 @@ async def _work(scheduler: str, side_by_side: int) -> bool:
         await asyncio.sleep(_POLL)
     # Close the worker before its stages are killed, so that the scheduler gives them to other workers. If the scheduler
     # is gone, Dask has begun to close the worker by itself and waits for its stages, which end when they are killed.
-    ended = stopped.is_set()
     await asyncio.wait([asyncio.ensure_future(worker.close(timeout=_POLL, executor_wait=False))], timeout=_GOODBYE)
-    return ended
+    return stopped.is_set()

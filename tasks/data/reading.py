@@ -31,6 +31,7 @@ from tasks.runtime.stage_runner import say
 
 _NAMES = ("train", "validation", "test")  # of files that are meant as splits, whatever data.splits names
 _SEPARATED: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"sep": "\t", "quoting": 3}}
+_WITH_CLASSES = ("classification", "multi_label_classification")
 _WRITTEN = "written"  # key of a frame's attrs
 # Parts of the error messages with which the loaders of `datasets` refuse a file without rows.
 _NO_ROWS = re.compile(
@@ -55,38 +56,49 @@ def load_source(params: Data) -> dict[Split, pd.DataFrame]:
     label = params.columns.label
     frames: dict[Split, pd.DataFrame] = {split: as_frame(source[name](), label) for split, name in split_names.items()}
     if label:
-        _keep_spelling(frames.values(), label, params.source)
+        _keep_spelling(frames.values(), label, params)
     parts = {split: _columns(frame, params) for split, frame in frames.items()}
     if label:
         _give_one_type(parts)
     return parts
 
 
-def _keep_spelling(frames: Collection[pd.DataFrame], label: str, source: str) -> None:
+def _keep_spelling(frames: Collection[pd.DataFrame], label: str, params: Data) -> None:
     """Spell classes that were read as numbers or booleans as their CSV file does, if another split has words.
 
-    A spelling that the words lack is that of a program, if only case or zeros after the point differ from one word.
+    A program may write 1.0 for 1 and TRUE for true. So a spelling that the words lack becomes that of the word that
+    differs from it so, or the shortest one.
 
     Raises:
         StageError: all classes are numbers, and two of them, such as 1.1 and 1.10, are the same.
     """
-    written = [(frame, frame.attrs.pop(_WRITTEN)) for frame in frames if _WRITTEN in frame.attrs]
-    words = {word for frame in frames if label in frame for word in _words(frame[label])}
-    if not words:
-        _refuse_equal_numbers([cells for frame, cells in written if is_numeric(frame[label])], source)
+    if not (written := [(frame, frame.attrs.pop(_WRITTEN)) for frame in frames if _WRITTEN in frame.attrs]):
         return
-    alike = Counter(map(_simplified, words))
-    spelled = {_simplified(word): word for word in words if alike[_simplified(word)] == 1}
+    words = {word for frame in frames if label in frame for word in _words(frame[label], params.task)}
+    if not words:
+        _refuse_equal_numbers([cells for frame, cells in written if is_numeric(frame[label])], params.source)
+        return
+    alike = Counter(map(_shortest, words))
+    spelled = {_shortest(word): word for word in words}
+
+    def spell(cell: str) -> str:
+        short = _shortest(cell)
+        return cell if cell in words or alike[short] > 1 else spelled.get(short, short)
+
     for frame, cells in written:
-        frame[label] = cells.map(lambda cell: cell if cell in words else spelled.get(_simplified(cell), cell), "ignore")
+        frame[label] = cells.map(spell, "ignore")
 
 
-def _words(labels: pd.Series) -> Iterable[str]:
-    return labels.dropna().unique() if pd.api.types.is_string_dtype(labels) else ()
+def _words(labels: pd.Series, task: str) -> Iterable[str]:
+    """Return the classes in a column of text; a cell of multi-label classification may have several, as a|b."""
+    if not pd.api.types.is_string_dtype(labels):
+        return ()
+    cells = labels.dropna()
+    return cells if task == "classification" else cells.str.split("|").explode()
 
 
-def _simplified(cell: str) -> str:
-    return re.sub(r"\.0+$", "", cell.casefold())
+def _shortest(cell: str) -> str:
+    return re.sub(r"^\+|\.0*$", "", cell.strip().casefold())
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
@@ -147,9 +159,10 @@ def _source(params: Data) -> Mapping[str, Callable[[], datasets.Dataset | pd.Dat
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
     if not path.exists():
         raise StageError(f"{path} does not exist: correct data.source")
-    classes = params.columns.label if params.task == "classification" else None
+    classes = params.columns.label if params.task in _WITH_CLASSES else None
+    used = [name for name in params.columns.model_dump().values() if name is not None]
     files = files_of_splits(path, params.splits.train)
-    return {name: partial(read_file, file, classes) for name, file in files.items()}
+    return {name: partial(read_file, file, classes, used) for name, file in files.items()}
 
 
 def files_of_splits(path: Path, single: str = "train") -> dict[str, Path]:
@@ -187,17 +200,18 @@ def _suffix(file: Path) -> str:
     return file.suffix.lower()
 
 
-def read_file(file: Path, classes: str | None = None) -> datasets.Dataset | pd.DataFrame:
+def read_file(file: Path, classes: str | None = None, used: Collection[str] = ()) -> datasets.Dataset | pd.DataFrame:
     """Load a file in the format that its suffix names.
 
     Args:
         classes: column with names of classes; None: there is none.
+        used: columns of whose names a CSV file has one each.
 
     Raises:
         StageError: the file is empty or does not have this format.
     """
     try:
-        rows = _read_csv(file, classes) if _suffix(file) in _SEPARATED else _load(file)
+        rows = _read_csv(file, classes, used) if _suffix(file) in _SEPARATED else _load(file)
     except UnicodeDecodeError as error:
         raise StageError(f"{file} cannot be read: {error}; save it in UTF-8") from error
     except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
@@ -210,7 +224,7 @@ def read_file(file: Path, classes: str | None = None) -> datasets.Dataset | pd.D
     return rows
 
 
-def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
+def _read_csv(file: Path, classes: str | None, used: Collection[str]) -> pd.DataFrame:
     """Read a CSV or TSV file. Only empty cells are missing; by default, pandas also takes words such as None and NA so.
 
     In a TSV file, quotes are characters like any other.
@@ -222,7 +236,7 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     Raises:
         StageError: the next quote after one that begins a cell of a CSV file does not end the cell, which pandas would
             ignore; rows have cells beyond the names in the first line (a separator at the end of the rows makes none);
-            two columns have one name; or the separator is another one.
+            two columns have the name of a used one; or the separator is another one.
     """
     if _suffix(file) == ".csv":
         _check_quotes(file)
@@ -234,8 +248,9 @@ def _read_csv(file: Path, classes: str | None) -> pd.DataFrame:
     except (pd.errors.ParserWarning, pd.errors.ParserError) as error:
         raise StageError(_too_many_cells(file) or str(error)) from None  # see _check_quotes
     _check_separator(file, rows)
-    _check_names(file)
-    if not (untyped := [name for name in rows if pd.api.types.is_numeric_dtype(rows[name])]):  # or booleans
+    _check_names(file, used)
+    booleans = {name for name in rows if pd.api.types.is_bool_dtype(rows[name])}
+    if not (untyped := [name for name in rows if is_numeric(rows[name]) or name in booleans & {classes}]):
         return rows
     cells = pd.read_csv(file, **{**options, "usecols": untyped, "dtype": str})
     codes = [name for name in untyped if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
@@ -250,11 +265,11 @@ def _refuse_equal_numbers(columns: Sequence[pd.Series], source: str) -> None:
     if not columns:
         return
     cells = pd.concat(columns).dropna()
-    written = pd.Series(cells.str.strip().str.replace(r"^\+|\.0*$", "", regex=True).unique())
+    written = pd.Series(cells.map(_shortest).unique())
     if equal := written[pd.to_numeric(written).duplicated(keep=False)].tolist():
         raise StageError(
-            f"the labels {' and '.join(sorted(equal)[:2])} of {source} are the same number: write classes so that they "
-            "differ as numbers, or as words, such as v1.10"
+            f"the labels {' and '.join(sorted(equal)[:2])} of {source} are the same number. If they are one class, "
+            "spell it alike in all files; else write classes that differ as numbers, or words such as v1.10"
         )
 
 
@@ -312,10 +327,10 @@ def _too_many_cells(file: Path) -> str:
     return found
 
 
-def _check_names(file: Path) -> None:
+def _check_names(file: Path, used: Collection[str]) -> None:
     with _cells(file) as reader:
-        twice = [name for name, times in Counter(_names(reader)).items() if name and times > 1]
-    if twice:
+        names = _names(reader)
+    if twice := [name for name in used if names.count(name) > 1]:
         raise StageError(f"its first line has two columns {', '.join(map(repr, twice))}: rename or remove one")
 
 

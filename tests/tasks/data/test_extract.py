@@ -368,6 +368,27 @@ def test_the_same_number_in_two_splits_is_refused() -> None:
     assert re.search(r"1\.1 and 1\.10\b.*data/raw/folder", refusal("data/raw/folder", **GIVEN))
 
 
+@pytest.mark.parametrize(("ones", "others"), [(["1.0", "2.0"], ["1", "2"]), (["TRUE", "FALSE"], ["True", "False"])])
+def test_spellings_of_programs_are_one_class_beside_words(ones: list[str], others: list[str]) -> None:
+    """The words lack the other class, and so cannot say how it is spelled."""
+    parts = dict(zip(SPLIT, (ones, others, [others[0].lower()]), strict=True))
+    for (name, labels), suffix in zip(parts.items(), (".csv", ".csv", ".jsonl"), strict=True):
+        frame = rows(labels * 20)
+        write(frame.assign(text=f"{name} " + frame["text"]), f"folder/{name}", suffix)
+    extracted("data/raw/folder", splits={name: name for name in SPLIT}, **WHOLE)
+    assert len(load_task().labels or ()) == 2
+
+
+def test_parts_of_sets_keep_their_spelling() -> None:
+    write(rows(["1.1|2", "1.10", "2|a word"] * 10), "folder/train")
+    test = rows(["1.10"] * 10)
+    write(test.assign(text="test " + test["text"]), "folder/test")
+    splits = extracted("data/raw/folder", task="multi_label_classification", metric="micro_f1", **GIVEN, **WHOLE)
+    names = load_task().labels
+    assert names == ("1.1", "1.10", "2", "a word")
+    assert all(list(row) == [names.index("1.10")] for row in splits["test"]["label"])
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -378,13 +399,14 @@ def test_the_same_number_in_two_splits_is_refused() -> None:
         (["true", "True"], ["true", "True"]),
         (["TRUE", "FALSE"], None),  # true or True?
         (["false", "FALSE"], ["False", "False"]),  # Excel's spelling
-        (["2.0", "7.0"], ["2", "7.0"]),  # a program's, and one that train has, too
+        (["3.0", "7.0"], ["3", "7.0"]),  # a program's, and one that train has, too
+        ([" 3", "+3"], ["3", "3"]),
         (["1.100", "2"], None),
     ],
 )
 def test_a_split_without_words_keeps_the_spelling_of_train(given: list[str], found: list[str] | None) -> None:
     """As numbers, 1.1 and 1.10 would be one class, and so would 1 and +1."""
-    train = ["1", "+1", "1.1", "1.10", "1e3", " 2", "2", "7", "7.0", "true", "True", "False", "a word"]
+    train = ["1", "+1", "1.1", "1.10", "1e3", " 2", "2", "3", "7", "7.0", "true", "True", "False", "a word"]
     write(rows(train * 10), "folder/train")
     test = rows(given * 10).assign(text=lambda frame: "test " + frame["text"])
     write(test, "folder/test")
