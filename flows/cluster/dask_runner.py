@@ -127,10 +127,11 @@ class Workers:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn any error of Dask into a ClusterError."""
+        """Turn any error of Dask into a ClusterError, or into CommandFailed if the run has ended."""
         try:
             yield
         except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
+            stage_processes.check_goes_on()
             if isinstance(error, CancelledError) or self._client.status != "running":
                 raise ClusterError(
                     f"the connection to the Dask scheduler {self._scheduler} was lost: start it and its workers, if "

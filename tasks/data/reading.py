@@ -67,7 +67,7 @@ def _keep_spelling(frames: Collection[pd.DataFrame], label: str, params: Data) -
     """Spell classes that were read as numbers or booleans as their CSV file does, if another split has words.
 
     A program may write 1.0 for 1 and TRUE for true. So a spelling that the words lack becomes that of the word that
-    differs from it so, or the shortest one.
+    differs from it so, or the shortest one in the files.
 
     Raises:
         StageError: all classes are numbers, and two of them, such as 1.1 and 1.10, are the same.
@@ -78,27 +78,29 @@ def _keep_spelling(frames: Collection[pd.DataFrame], label: str, params: Data) -
     if not words:
         _refuse_equal_numbers([cells for frame, cells in written if is_numeric(frame[label])], params.source)
         return
-    alike = Counter(map(_shortest, words))
-    spelled = {_shortest(word): word for word in words}
+    alike = Counter(map(_plain, words))
+    cells_of_files = {cell.strip() for _, cells in written for cell in cells.dropna()}
+    shortest_last = sorted(cells_of_files, key=lambda cell: (-len(cell), cell))
+    spelled = {_plain(spelling): spelling for spelling in (*shortest_last, *words)}
 
     def spell(cell: str) -> str:
-        short = _shortest(cell)
-        return cell if cell in words or alike[short] > 1 else spelled.get(short, short)
+        return cell if cell in words or alike[_plain(cell)] > 1 else spelled[_plain(cell)]
 
     for frame, cells in written:
         frame[label] = cells.map(spell, "ignore")
 
 
 def _words(labels: pd.Series, task: str) -> Iterable[str]:
-    """Return the classes in a column of text; a cell of multi-label classification may have several, as a|b."""
-    if not pd.api.types.is_string_dtype(labels):
-        return ()
+    """Return the classes in a column of text, or of the sets of multi-label classification: a|b, or lists."""
     cells = labels.dropna()
-    return cells if task == "classification" else cells.str.split("|").explode()
+    if task == "multi_label_classification":
+        parts = cells.map(lambda cell: cell.split("|") if isinstance(cell, str) else cell).explode()
+        return (part.strip() for part in parts if isinstance(part, str))
+    return cells if pd.api.types.is_string_dtype(labels) else ()
 
 
-def _shortest(cell: str) -> str:
-    return re.sub(r"^\+|\.0*$", "", cell.strip().casefold())
+def _plain(cell: str) -> str:
+    return re.sub(r"^\+|(?<=\d)\.0*$", "", cell.strip().casefold())
 
 
 def _give_one_type(parts: Mapping[Split, pd.DataFrame]) -> None:
@@ -265,7 +267,7 @@ def _refuse_equal_numbers(columns: Sequence[pd.Series], source: str) -> None:
     if not columns:
         return
     cells = pd.concat(columns).dropna()
-    written = pd.Series(cells.map(_shortest).unique())
+    written = pd.Series(cells.map(_plain).unique())
     if equal := written[pd.to_numeric(written).duplicated(keep=False)].tolist():
         raise StageError(
             f"the labels {' and '.join(sorted(equal)[:2])} of {source} are the same number. If they are one class, "
