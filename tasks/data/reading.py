@@ -251,8 +251,10 @@ def _read_csv(file: Path, classes: str | None, used: Collection[str]) -> pd.Data
         raise StageError(_too_many_cells(file) or str(error)) from None  # see _check_quotes
     _check_separator(file, rows)
     _check_names(file, used)
-    booleans = {name for name in rows if pd.api.types.is_bool_dtype(rows[name])}
-    if not (untyped := [name for name in rows if is_numeric(rows[name]) or name in booleans & {classes}]):
+    untyped = [name for name in rows if is_numeric(rows[name])]
+    if classes in rows and pd.api.types.is_bool_dtype(rows[classes]):
+        untyped.append(classes)
+    if not untyped:
         return rows
     cells = pd.read_csv(file, **{**options, "usecols": untyped, "dtype": str})
     codes = [name for name in untyped if cells[name].str.contains(r"^\s*[+-]?0\d", na=False).any()]
