@@ -424,6 +424,7 @@ def embedding() -> str:
 _TEXTS = ("editorials", "news")
 
 
+UNTRAINED = ("lm-standard-short", "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined")
 _NO_LANGUAGE_MODEL = 10_000
 """Perplexity above which the number itself says nothing: words drawn by their frequencies have some hundreds."""
 
@@ -433,9 +434,12 @@ def untrained(*studies: str) -> str:
 
     All `studies` score the same texts. A candidate of several studies is that of the first.
     """
+    return _perplexities(rows(studies[0], ORIGINAL).iloc[0], _untrained(*studies), "factorized")
+
+
+def _untrained(*studies: str) -> pd.DataFrame:
     measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
-    measured = measured.drop_duplicates(["recipe", "keep", "seed"])
-    return _perplexities(rows(studies[0], ORIGINAL).iloc[0], measured, "factorized")
+    return measured.drop_duplicates(["recipe", "keep", "seed"])
 
 
 def fine_tuned(study: str) -> str:
@@ -681,12 +685,17 @@ def readme() -> str:
 
 def claims() -> dict[str, str]:
     """Return the numbers that prose quotes, by name."""
-    long = rows("smollm2-long", "anchored", 0.6).iloc[0]
+    untrained_models = _untrained(*UNTRAINED).query("keep == 0.6")
+    times = untrained_models.set_index("recipe").eval("factorized / dense")
     said = {
+        "untrained.narrowed": ratio(times["narrowed"]),
+        "untrained.published": ratio(min(times[recipe] for recipe in times.index if "ours" not in NAMES[recipe])),
+    }
+    said |= {
         f"fair.{recipe}.from-control": pair("fair-reviews", recipe, CONTROL).points
         for recipe in ("losparse", "anchored")
     }
-    return said | {"smollm2-long-0.6.after": ratio(long.recovered / long.control)}
+    return said
 
 
 # pages
@@ -703,9 +712,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
-    "untrained": partial(
-        untrained, "lm-standard-short", "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"
-    ),
+    "untrained": partial(untrained, *UNTRAINED),
     "untrained-windows": partial(untrained, "lm-standard"),
     "untrained-gemma": partial(untrained, "lm-gemma"),
     "fine-tuned-windows": partial(fine_tuned, "lm-recovered"),
