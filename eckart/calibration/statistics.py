@@ -15,9 +15,9 @@ number. If a target runs several times for a batch, the tokens of all calls coun
 
 While a model is factorized layer by layer (eckart/factorization/layerwise_forward.py), a target's inputs are X_n in
 the original model and X̂_n in the partly factorized model. Error compensation
-(eckart/factorization/error_compensation.py) needs both::
+(eckart/factorization/error_compensation.py) also needs the outputs T_n `(tokens, out)` that the target should have::
 
-    dense_inputs      D     = (1/N) Σ X_nᵀ X̂_n
+    wanted_outputs    B     = (1/N) Σ T_nᵀ X̂_n
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ Each line shows a kind with its keys, shapes and meaning::
     input_magnitudes  Target.input_of            (in,)
     tokens            Target.input_of            ()          mean tokens per example, gathered with both of these
     input_sums        Target.input_of            (in,)       (1/N) Σ of the inputs of a Product, gathered with inputs
-    dense_inputs      Target.input_of            (in, in)    only while factorizing in order; not for an embedding
-    sum_errors        Target.name                (out, in)   only while factorizing in order with sums
+    wanted_outputs    Target.name                (out, in)   only while factorizing in order; not for an embedding
     output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: only the diagonal
     fisher, taylor    Target.name + ".input"     (in,)       summed over outputs
                       Target.name + ".output"    (out,)      summed over inputs
@@ -217,7 +216,8 @@ class Collector:
 
         Args:
             inputs: the call's input `(…, in)`, or ids `(…,)` for an embedding.
-            dense: the same call's input in the original model; None: gather no dense_inputs.
+            dense: hidden states of the original model at the same tokens, `(…, n)`. The sum of their products with
+                the inputs, `(n, in)`, becomes a statistic dense_products; None: gather none.
 
         Returns:
             The inputs as `(batch, tokens, in)`, and which rows of the call are not padding. For an expert's layer,
@@ -245,7 +245,7 @@ class Collector:
             self._add_gram("inputs", target.name, x.flatten(0, 1).to(dtype))
         if dense is not None and not ids:
             product = self._by_example(dense, rows).flatten(0, 1).T @ x.flatten(0, 1)
-            self._add("dense_inputs", target.name, product.to(dtype))
+            self._add("dense_products", target.name, product.to(dtype))
         if target.name in self.product_inputs:
             self._add("input_sums", target.name, x.sum((0, 1)).to(dtype))
         return x, rows

@@ -1,23 +1,23 @@
 """Error compensation (anchoring): each target corrects the error of the targets that were factorized before it.
 
-The inputs of a target are X `(tokens, in)` in the original model and X̂ in the partly factorized model. W* is the dense
-weight that best restores the original outputs, the least-squares solution of X̂ W*ᵀ = X Wᵀ. With C = X̂ᵀ X̂, D = Xᵀ X̂
-and a ridge λ::
+The inputs of a target are X `(tokens, in)` in the original model and X̂ in the partly factorized model. It should have
+the original outputs T = X Wᵀ `(tokens, out)`, biases left out. W* is the dense weight that best restores them, the
+least-squares solution of X̂ W*ᵀ = T. With C = X̂ᵀ X̂, B = Tᵀ X̂ and a ridge λ::
 
-    W* = W (D + λ I) (C + λ I)⁻¹ = W + W (D − C) (C + λ I)⁻¹.
+    W* = (B + λ W) (C + λ I)⁻¹ = W + (B − W C) (C + λ I)⁻¹.
 
-W* is W if there was no error (D = C), and tends to W as λ grows. The target then factorizes (1 − a) W + a W* in place
-of W; the number a is the anchor. For λ = 0, ‖X Wᵀ − X̂ Ŵᵀ‖² = ‖X Wᵀ − X̂ W*ᵀ‖² + ‖X̂ (W* − Ŵ)ᵀ‖². So the best Ŵ of a rank
-is the truncated weighted SVD of W* under C (eckart/factorization/weighted_svd.py). The same holds with a left side L,
+W* is W if there was no error (X̂ = X), and tends to W as λ grows. The target then factorizes (1 − a) W + a W* in place
+of W; the number a is the anchor. For λ = 0, ‖T − X̂ Ŵᵀ‖² = ‖T − X̂ W*ᵀ‖² + ‖X̂ (W* − Ŵ)ᵀ‖². So the best Ŵ of a rank is
+the truncated weighted SVD of W* under C (eckart/factorization/weighted_svd.py). The same holds with a left side L,
 because the first term still does not depend on Ŵ.
 
 On a chain of linear layers without biases W* = W, because the error of a weighted SVD on its inputs is orthogonal to
 the outputs that the factors keep. So corrections only matter with residual connections, biases or nonlinear functions.
 
 A layer whose output is added to hidden states R̂ `(tokens, out)` can also correct their error, so that the sum is that
-of the original model (`sums`): W* is then the solution of X̂ W*ᵀ = X Wᵀ + R − R̂, and with E = (R − R̂)ᵀ X̂::
+of the original model (`sums`): then T = X Wᵀ + R − R̂.
 
-    W* = (W (D + λ I) + E) (C + λ I)⁻¹.
+A narrowed layer reads fewer inputs than W, so it starts from a fit W₀ to them in place of W.
 
 Related: AA-SVD, SAES-SVD and the error compensation M of PIFA (Zhao et al., ICML 2025) also start from the original
 model's outputs, with a weighting of one side. Ours is the weighting of both sides together with the anchor.
@@ -43,36 +43,22 @@ from eckart.model.layers import present, replaced, set_weight
 from eckart.model.targets import Target, weight_of
 
 
-def anchored(
-    weight: Tensor,
-    inputs: Tensor,
-    dense_inputs: Tensor,
-    anchor: float,
-    ridge: float,
-    start: Tensor | None = None,
-    sum_errors: Tensor | None = None,
-) -> Tensor:
+def anchored(weight: Tensor, inputs: Tensor, wanted: Tensor, anchor: float, ridge: float) -> Tensor:
     """Return the corrected weight (1 − a) W + a W* `(out, in)`, computed in float64 if the device supports it.
 
     Args:
-        weight: W `(out, n)`.
+        weight: W, or W₀ of a narrowed layer.
         inputs: C `(in, in)`.
-        dense_inputs: D `(n, in)`.
+        wanted: B `(out, in)`.
         anchor: a, in [0, 1].
         ridge: λ ÷ the mean of C's diagonal, above 0.
-        start: weight W₀ `(out, in)` that is corrected, and that λ pulls to; None: W itself, if n = in. A narrowed layer
-            reads fewer inputs, so it has its own W₀, and W* = W₀ + (W D − W₀ C) (C + λ I)⁻¹.
-        sum_errors: E `(out, in)`; None: 0.
     """
-    w, c, d = (x.to(exact_dtype(x)) for x in (weight, inputs, dense_inputs))
-    first = w if start is None else start.to(w)
+    w, c, b = (x.to(exact_dtype(x)) for x in (weight, inputs, wanted))
     level = c.diagonal().mean()
     if not level > 0:
-        return first  # all inputs are zero
+        return w  # all inputs are zero
     ridged = c + ridge * level * torch.eye(len(c), dtype=c.dtype, device=c.device)
-    missed = w @ (d - c) if start is None else w @ d - first @ c
-    missed = missed if sum_errors is None else missed + sum_errors.to(missed)
-    return first + anchor * torch.linalg.solve(ridged, missed, left=False)
+    return w + anchor * torch.linalg.solve(ridged, b - w @ c, left=False)
 
 
 class DenseModules:
@@ -118,10 +104,10 @@ def anchor_targets(
         ValueError: a device map has offloaded a layer to the CPU or the disk.
     """
     for layer in (layer for target in targets for layer in target.layers):
-        if layer.input_of not in statistics.get("dense_inputs", {}):
+        wanted = statistics.get("wanted_outputs", {}).get(layer.name)
+        if wanted is None:
             continue  # embeddings are not corrected
         module = deepcopy(present(model, layer.name))
-        inputs, dense_inputs = (statistics[kind][layer.input_of] for kind in ("inputs", "dense_inputs"))
-        sum_errors = statistics.get("sum_errors", {}).get(layer.name)
-        set_weight(module, anchored(weight_of(module), inputs, dense_inputs, anchor, ridge, sum_errors=sum_errors))
+        inputs = statistics["inputs"][layer.input_of]
+        set_weight(module, anchored(weight_of(module), inputs, wanted, anchor, ridge))
         model.set_submodule(layer.name, module)

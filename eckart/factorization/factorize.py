@@ -277,7 +277,7 @@ def _readers(
     """Return what `residual_readers` finds for the targets `groups`, if sums are to be corrected."""
     if not (order.anchor and order.sums and groups and batches):
         return {}
-    names = [target.name for group in groups for target in group if not isinstance(target, Product)]
+    names = [group[0].name for group in groups if len(group) == 1 and not isinstance(group[0], Product)]
     return residual_readers(model, first_examples(batches[0], 1), names)
 
 

@@ -31,9 +31,12 @@ from transformers import PreTrainedModel
 from eckart.calibration.statistics import Collector, Statistics
 from eckart.factorization.error_compensation import DenseModules
 from eckart.factorization.residual_sums import first_input
+from eckart.factorization.weightings import exact_dtype
 from eckart.model.batches import Batch
+from eckart.model.layers import present
 from eckart.model.module_context import frozen
-from eckart.model.targets import Target
+from eckart.model.targets import Target, weight_of
+from eckart.precision import at_least_float32
 
 _EXCLUDE = "exclude it"
 
@@ -68,13 +71,14 @@ def layerwise_forward(
         groups: groups of targets with the same input tensor, in order of execution.
         dense: the original modules, to run the original model as well; None: run only the factorized model.
         blocks: names of the transformer layers at whose ends the passes also pause; only with `dense`.
-        readers: what `residual_readers` returns, for targets that get statistics sum_errors; only with `dense`.
+        readers: what `residual_readers` returns, for targets that are to correct the errors of sums, too, each in a
+            group of its own; only with `dense`.
     """
     with frozen(model):
         forward = LayerwiseForward(model, list(batches), dense, readers)
         try:
             for group in groups:
-                forward.pause_at(group[0].name)
+                forward.pause_at(group)
             for block in blocks:
                 forward.pause_after(block)
             yield forward
@@ -117,19 +121,37 @@ class LayerwiseForward:
         for forward in (*self._forwards, *self._dense_forwards):
             forward.inputs.pop(name, None)
 
-    def pause_at(self, name: str) -> None:
-        """Make all passes pause when they call the target `name`, until `advance_to` has reached this target."""
+    def pause_at(self, group: Sequence[Target]) -> None:
+        """Make all passes pause when they call the first target of `group`, until `advance_to` has reached it.
+
+        The original model's passes tell its inputs, or if `_by_outputs`, its outputs.
+        """
+        name, by_outputs = group[0].name, self._by_outputs(group)
         module = self._model.get_submodule(name)
         own = module.forward
 
         def forward(*args: Tensor) -> Tensor:
-            if running := _Forward.running():
+            running = _Forward.running()
+            if running and running.dense and by_outputs:
+                output: Tensor = own(*args)
+                running.pause(name, output)
+                return output
+            if running:
                 running.pause(name, args[0])
             current = self._model.get_submodule(name)
             result: Tensor = own(*args) if current is module else current(*args)
             return result
 
         self._patch(name, module, forward)
+
+    def _by_outputs(self, group: Sequence[Target]) -> bool:
+        """Whether wanted outputs come from the original model's outputs; else from its inputs, which `group` shares.
+
+        Of the two, the smaller takes fewer products.
+        """
+        first = group[0]
+        alone = len(group) == len(first.layers) == 1
+        return first.name in self._readers or (alone and first.out_features <= first.in_features)
 
     def pause_after(self, block: str) -> None:
         """Make all passes pause when the transformer layer `block` ends, until `end_block` has reached this point.
@@ -165,42 +187,54 @@ class LayerwiseForward:
     def advance_to(self, group: Sequence[Target]) -> Statistics:
         """Run all passes up to the targets `group`, which read the same tensor, and return statistics of this tensor.
 
-        If the original model runs as well, dense_inputs are among these statistics.
+        If the original model runs as well, wanted_outputs are among these statistics.
 
         Raises:
             ValueError: a batch does not call the target, or an input is not finite; the message names the target.
         """
         first = group[0]
         collector = Collector(self._model, group, frozenset({"inputs"}))
-        dense_inputs = self._advance_dense(first.name) if self._dense else [None] * len(self._batches)
-        errors: dict[str, Tensor] = {}
+        told = self._advance_dense(first.name) if self._dense else [None] * len(self._batches)
         for number, (batch, forward) in enumerate(zip(self._batches, self._forwards, strict=True)):
             collector.start(batch)
-            x, _ = collector.add_inputs(first, forward.advance_to(first.name), dense_inputs[number])
-            for name, error in self._sum_errors(group, number, x):
-                errors[name] = errors.get(name, 0) + error
+            inputs, dense = forward.advance_to(first.name), told[number]
+            if dense is not None and self._by_outputs(group):
+                dense = self._wanted(first, dense, number)
+            collector.add_inputs(first, inputs, dense)
+        statistics = collector.finish()
+        wanted = statistics.get("dense_products", {})
+        if wanted and not self._by_outputs(group):
+            wanted = self._by_weights(group, wanted[first.name])
         self._undo.pop(first.name)()
-        read = {reader for target in group for reader in self._readers.pop(target.name, ())}
-        for reader in read.difference(*self._readers.values()):
+        readers = self._readers.pop(first.name, ())
+        for reader in {*readers}.difference(*self._readers.values()):
             self._forget(reader)
-        errors = {name: error / collector.examples for name, error in errors.items()}
-        return {**collector.finish(), "sum_errors": errors}
+        return {**statistics, "wanted_outputs": wanted}
 
-    def _sum_errors(self, group: Sequence[Target], number: int, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (R − R̂)ᵀ X̂ `(out, in)` for each target of `group` whose output is added to hidden states R.
+    def _by_weights(self, group: Sequence[Target], products: Tensor) -> dict[str, Tensor]:
+        """Return layer → products `(out, in)` of the outputs that it should have, with the inputs that it gets.
 
         Args:
-            number: number of the batch.
-            x: its inputs X̂ of the targets `(batch, tokens, in)`, zero at padding.
+            products: the same of the inputs that it has in the original model, `(n, in)`.
         """
-        for target in group:
-            if readers := self._readers.get(target.name):
-                wanted, present = self._dense_forwards[number].inputs, self._forwards[number].inputs
-                missed = sum(wanted[reader].to(x) - present[reader].to(x) for reader in readers)
-                assert isinstance(missed, Tensor)
-                rows = x.flatten(0, 1)
-                real = rows.any(1)  # hidden states at padding may be nan
-                yield target.name, missed.reshape(-1, target.out_features)[real].T @ rows[real]
+        exact = products.to(exact_dtype(products))
+        names = [layer.name for target in group for layer in target.layers]
+        return {name: weight_of(present(self._model, name)).to(exact) @ exact for name in names}
+
+    def _wanted(self, target: Target, outputs: Tensor, number: int) -> Tensor:
+        """Return the outputs that `target` should have without its bias, and with the errors of its sum.
+
+        Args:
+            outputs: those of the original model, `(…, out)`.
+            number: number of the batch.
+        """
+        wanted = at_least_float32(outputs)
+        if (bias := getattr(present(self._model, target.name), "bias", None)) is not None:
+            wanted = wanted - bias
+        original, current = self._dense_forwards[number].inputs, self._forwards[number].inputs
+        for reader in self._readers.get(target.name, ()):
+            wanted = wanted + (original[reader].to(wanted) - current[reader].to(wanted)).reshape(wanted.shape)
+        return wanted
 
     def end_block(self, block: str) -> list[BlockCall]:
         """Run all passes of both models to the end of the transformer layer `block`, and return its calls.

@@ -52,8 +52,7 @@ class Narrowing:
         """Replace the layer `name` of an MLP by one that only has the neurons that stay.
 
         Args:
-            current: inputs, dense_inputs and sum_errors of the layer in the partly compressed model; None: no
-                correction.
+            current: inputs and wanted_outputs of the layer in the partly compressed model; None: no correction.
             anchor, ridge: as in `anchored`.
 
         Raises:
@@ -68,9 +67,8 @@ class Narrowing:
         else:
             smaller = fitted(weight, weigh(self.weighting, self.targets[down], self.statistics).right, kept)
             if current is not None:
-                inputs, dense_inputs = (current[kind][name] for kind in ("inputs", "dense_inputs"))
-                sum_errors = current.get("sum_errors", {}).get(name)
-                smaller = anchored(weight, inputs, dense_inputs, anchor, ridge, smaller, sum_errors)
+                inputs, wanted = (current[kind][name] for kind in ("inputs", "wanted_outputs"))
+                smaller = anchored(smaller, inputs, wanted, anchor, ridge)
         layer = narrowed_like(module, *smaller.shape)
         set_weight(layer, smaller)
         if layer.bias is not None:

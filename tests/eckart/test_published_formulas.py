@@ -72,7 +72,7 @@ def test_objectives_3_and_4_of_aa_svd(recipe, anchor, layer):
     expected = truncated(w @ (d if anchor else c) @ root.T.inverse()) @ root.inverse()
     settings = recipes()[recipe].sequential
     assert settings.anchor == anchor
-    target = anchored(w, c, d, settings.anchor, settings.ridge) if anchor else w
+    target = anchored(w, c, w @ d, settings.anchor, settings.ridge) if anchor else w
     torch.testing.assert_close(ours(recipe, target, changed, layer["delta"]), expected, rtol=1e-6, atol=1e-6)
 
 

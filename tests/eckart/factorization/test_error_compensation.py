@@ -46,34 +46,34 @@ def order(anchor: float, ridge: float = 1e-9, sums: bool = False) -> InOrder:
 
 
 def test_a_ridge_acts_as_additional_unchanged_inputs():
-    """With √λ I appended to both inputs, W* = W (D + λ I) (C + λ I)⁻¹."""
+    """With √λ I appended to both inputs, W* = (B + λ W) (C + λ I)⁻¹."""
     weight, x, lost = draw(1, (5, 6), (40, 6), (40, 6))
     ridge = 0.3
     more = (ridge * (lost.T @ lost).diagonal().mean()).sqrt() * torch.eye(6, dtype=torch.float64)
     best = torch.linalg.lstsq(torch.cat([lost, more]), torch.cat([x, more]) @ weight.T).solution.T
-    torch.testing.assert_close(anchored(weight, lost.T @ lost, x.T @ lost, 1.0, ridge), best)
+    torch.testing.assert_close(anchored(weight, lost.T @ lost, weight @ x.T @ lost, 1.0, ridge), best)
 
 
 def test_the_anchor_interpolates_between_the_dense_weight_and_the_solution():
     weight, x, lost = draw(2, (5, 6), (40, 6), (40, 6))
-    c, d = lost.T @ lost, x.T @ lost
-    whole = anchored(weight, c, d, 1.0, 0.01)
-    torch.testing.assert_close(anchored(weight, c, d, 0.25, 0.01), 0.75 * weight + 0.25 * whole)
-    assert torch.equal(anchored(weight, c, d, 0.0, 0.01), weight)
-    torch.testing.assert_close(anchored(weight, c, d, 1.0, 1e12), weight)
+    c, b = lost.T @ lost, weight @ x.T @ lost
+    whole = anchored(weight, c, b, 1.0, 0.01)
+    torch.testing.assert_close(anchored(weight, c, b, 0.25, 0.01), 0.75 * weight + 0.25 * whole)
+    assert torch.equal(anchored(weight, c, b, 0.0, 0.01), weight)
+    torch.testing.assert_close(anchored(weight, c, b, 1.0, 1e12), weight)
 
 
 @pytest.mark.parametrize("samples", [0, 40])
 def test_unchanged_inputs_leave_the_weight_as_it_is(samples):
     """Also if all inputs are zero."""
     weight, x = draw(3, (5, 6), (samples, 6))
-    assert torch.equal(anchored(weight, x.T @ x, x.T @ x, 1.0, NONE), weight)
+    torch.testing.assert_close(anchored(weight, x.T @ x, weight @ (x.T @ x), 1.0, NONE), weight)
 
 
 def test_dead_inputs_and_few_tokens_give_a_finite_solution():
     weight, x, lost = draw(4, (5, 6), (4, 6), (4, 6))
     lost[:, 2] = 0
-    found = anchored(weight, lost.T @ lost, x.T @ lost, 1.0, 1e-9)
+    found = anchored(weight, lost.T @ lost, weight @ x.T @ lost, 1.0, 1e-9)
     torch.testing.assert_close(lost @ found.T, x @ weight.T, rtol=1e-4, atol=1e-4)  # four equations, five unknowns
 
 
@@ -156,14 +156,6 @@ def test_dense_targets_are_anchored_too_and_the_original_weights_are_kept():
     assert set(factorized(model)) == {"layers.0"}
     assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
     assert not any(torch.equal(model.layers[position].weight, before[position - 1]) for position in (2, 3))
-
-
-def test_the_errors_of_a_sum_are_added_to_what_a_layer_restores():
-    w, x, changed, sums, other = draw(3, (4, 5), (40, 5), (40, 5), (40, 4), (40, 4))
-    wanted = x @ w.T + sums - other
-    solution = torch.linalg.lstsq(changed, wanted).solution.T
-    found = anchored(w, changed.T @ changed, x.T @ changed, 1.0, NONE, sum_errors=(sums - other).T @ changed)
-    torch.testing.assert_close(found, solution, rtol=1e-6, atol=1e-8)
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
@@ -314,8 +306,8 @@ def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
 
 
 @pytest.mark.parametrize("family", tiny.PECULIAR)
-def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family):
-    """Padded batches against one example at a time."""
+def test_wanted_outputs_are_those_of_the_original_model_in_every_family(family):
+    """Their products with the inputs of the compressed model; padded batches against one example at a time."""
     model, targets, batches, _ = case(family)
     dense, kept = copy.deepcopy(model), DenseModules(model)
     targets = [target for target in targets if not is_embedding(model.get_submodule(target.name))]
@@ -323,16 +315,18 @@ def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family)
     above = [target.model_copy(update={"input_of": target.name}) for target in targets if target not in below]
     kept.keep(below)
     factorize_at_once(model, below, {target.name: 1 for target in below}, PLAIN, {})
+    weights = {target.name: weight_of(dense.get_submodule(target.name)) for target in above}
     found: dict[str, Tensor] = {}
     with layerwise_forward(model, [[target] for target in above], batches, kept) as forward:
         for target in above:
-            found |= forward.advance_to([target])["dense_inputs"]
+            found |= forward.advance_to([target])["wanted_outputs"]
     expected = dict.fromkeys(found, 0.0)
     count = 0
     for sample in double(tiny.unpadded(tiny.ARCHITECTURES[family].kind)):
         one = tiny.padded([sample])
         lost, whole = everything_read(model, above, one), everything_read(dense, above, one)
-        expected = {name: total + whole[name].T @ lost[name] for name, total in expected.items()}
+        products = {name: whole[name].T @ lost[name] for name in found}
+        expected = {name: total + weights[name] @ products[name] for name, total in expected.items()}
         count += 1
     for name, moment in found.items():
         torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)

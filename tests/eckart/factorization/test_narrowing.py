@@ -156,7 +156,7 @@ def test_a_correction_restores_the_outputs_from_fewer_inputs() -> None:
     x, weight = torch.randn(40, 8).double(), torch.randn(3, 8).double()
     fewer = x[:, :5] + 0.1 * torch.randn(40, 5).double()
     expected = torch.linalg.lstsq(fewer, x @ weight.T).solution.T
-    corrected = anchored(weight, fewer.T @ fewer, x.T @ fewer, 1.0, 1e-12, start=torch.zeros(3, 5))
+    corrected = anchored(torch.zeros(3, 5), fewer.T @ fewer, weight @ x.T @ fewer, 1.0, 1e-12)
     torch.testing.assert_close(corrected, expected)
 
 
