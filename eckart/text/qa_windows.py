@@ -126,10 +126,13 @@ def best_answers(
 
 
 def _with_marks(context: str, first: int, last: int) -> str:
-    """Return a part of the context, with the combining marks of its last letter: BERT's tokens end before them."""
+    """Return a part of the context, with the combining marks of its last letter: BERT's tokens end before them.
+
+    White space at its ends is left out: tokens of SentencePiece begin with the space before a word.
+    """
     while unicodedata.category(context[last : last + 1] or " ").startswith("M"):
         last += 1
-    return context[first:last]
+    return context[first:last].strip()
 
 
 def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[float, tuple[int, int]]:

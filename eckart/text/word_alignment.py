@@ -10,6 +10,8 @@ import numpy as np
 def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) -> np.ndarray:
     """Return the position of each word's first token `(words,)`; -1 for words that were cut off or have no token.
 
+    A token of just the space before a word (a lone `▁` or `Ġ`) is the word's first, as for transformers' `word_ids`.
+
     Args:
         words: the words of the tokenized text, in which they were joined by single spaces.
         offsets: where each token begins and ends in that text, in characters, `(tokens, 2)`.
@@ -21,6 +23,10 @@ def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) ->
     tokens = np.flatnonzero(real)
     begins, ends = offsets[tokens].reshape(-1, 2).T
     first = np.searchsorted(ends, word_begins, side="right")  # the first token that reaches into the word
+    if len(tokens):
+        before = np.maximum(first - 1, 0)
+        is_space = (begins[before] >= word_begins - 1) & (ends[before] == word_begins)
+        first -= is_space & (first > 0) & (lengths > 0)
     has_token = first < len(tokens)
     has_token[has_token] = begins[first[has_token]] < word_ends[has_token]
     if len(tokens):  # a text that was cut on the left may begin within a word

@@ -58,9 +58,16 @@ def save(
             signature=ModelSignature(questions(task, pairs), _schema(kind_of(task).answer_columns)),
             input_example=example(task, pairs),
             # without a suffix such as `+cpu`, which package indexes do not have
-            pip_requirements=[f"{name}=={metadata.version(name).partition('+')[0]}" for name in _REQUIRED],
+            pip_requirements=[f"{name}=={metadata.version(name).partition('+')[0]}" for name in _required(model)],
             model_config=settings_of(task, batch_size, continuation),
         )
+
+
+def _required(model: Path) -> tuple[str, ...]:
+    """Return the names of the packages that a Hugging Face folder needs to be served."""
+    fast = (model / "tokenizer.json").exists()  # without it, the tokenizer's SentencePiece models are read
+    of_pieces = not fast and any(file.suffix in (".spm", ".model") for file in model.iterdir())
+    return (*_REQUIRED, "sentencepiece") if of_pieces else _REQUIRED
 
 
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:

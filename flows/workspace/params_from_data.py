@@ -22,7 +22,7 @@ from tasks.config.schema import Data
 from tasks.data.reading import as_frame, files_of_splits, load_source, read_file
 from tasks.data.splitting import split_and_convert
 from tasks.models import sentence_files, task_head
-from tasks.models.base_model import located
+from tasks.models.base_model import located, reason
 from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 
@@ -193,7 +193,7 @@ def read_base(base: str, revision: str | None) -> tuple[PreTrainedConfig, PreTra
             options: dict[str, Any] = {"trust_remote_code": False, **extra}
             return AutoConfig.from_pretrained(folder, **options), AutoTokenizer.from_pretrained(folder, **options)
         except UNLOADABLE as error:
-            raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
+            raise StageError(f"{base} cannot be read as a model with a tokenizer: {reason(str(error))}") from error
 
 
 def _blocks(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +93,7 @@ def load_base(params: Model, task: Task) -> Base:
             files = sentence_files.of_base(folder, config, tokenizer, task)
         except UNLOADABLE as error:
             raise StageError(
-                f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
+                f"model.base {params.base} cannot be loaded for this task: {reason(str(error))}"
             ) from error
     _prepare_padding(tokenizer, model, params.base)
     _check_ids(tokenizer, model, params.base)
@@ -170,10 +171,12 @@ def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
         )
 
 
-def _reason(error: str) -> str:
-    """Return the reason why a model cannot be loaded, with a remedy if Eckart refuses it for safety."""
+def reason(error: str) -> str:
+    """Return the reason why a model cannot be loaded, with a remedy if Eckart knows one."""
     if "trust_remote_code" in error:
         return "it needs code of its own, which Eckart does not run: choose a model that transformers itself can load"
+    if ("tiktoken" in error or "SentencePiece" in error) and find_spec("sentencepiece") is None:
+        return "its tokenizer is a SentencePiece model, which needs a package: pip install sentencepiece"
     if "file named model.safetensors" in error:
         return (
             "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "

@@ -31,8 +31,9 @@ SOURCE_FOLDERS: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 CONTROL = Path("models/control")
 ADAPTER = "adapter_config.json"
 """Name of the config file of an adapter of PEFT."""
-UNLOADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
-"""Errors that transformers raises for a folder without a model, with another type of model, or with damaged files."""
+UNLOADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+"""Errors that transformers raises for a folder without a model, with another type of model, with damaged files, or that
+needs a package."""
 
 
 def load(

@@ -46,6 +46,7 @@ _END = re.compile(rf"(?P<sentence>(?:{_TITLES}\.|[!?])[.!?]*[\"'”’)\]]*)\s+(
 """The end of a sentence; the group `sentence` is without the white space after it."""
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_START = "decoder_start_token_id"
 _WORD = pre_tokenizers.Split(
     Regex(rf"[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]&&[^{_UNSPACED}]]+"), behavior="removed", invert=True
 )
@@ -102,11 +103,12 @@ class Summarization(NlpTask):
             StageError: the model's config has no token that a summary begins with.
         """
         try:
+            if all(getattr(each, _START, None) is None for each in (model.config, model.generation_config)):
+                raise ValueError(_START)  # mBART would learn with another token than it generates with
             decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
         except (AttributeError, TypeError, ValueError) as error:  # each model family raises its own
             raise StageError(
-                "the model does not say with which token a summary begins: add decoder_start_token_id to its "
-                "config.json"
+                f"the model does not say with which token a summary begins: add {_START} to its config.json"
             ) from error
         pad = DataCollatorWithPadding(tokenizer)
 
@@ -141,6 +143,7 @@ class Summarization(NlpTask):
         """Return the summaries that the model generates, with at most `target_length` tokens each."""
         options: dict[str, Any] = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
         options |= {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the model's config says
+        options |= _language(model, tokenizer)
         if search := self.spec.generation:
             options["num_beams"] = search.beams
             if search.length_penalty is not None:
@@ -152,6 +155,14 @@ class Summarization(NlpTask):
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Answer with the first three sentences of each document, and score that. Only `frame` is used."""
         return rouge(frame["label"].tolist(), [lead(document) for document in frame["text"]])
+
+
+def _language(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the option to begin with the language that the tokenizer's labels begin with (NLLB), if they do."""
+    token = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "tgt_lang", None) or [])
+    forced = getattr(model.generation_config, "forced_bos_token_id", None)
+    first = tokenizer(text_target="a")["input_ids"][0]
+    return {"forced_bos_token_id": token} if forced is None and first == token else {}
 
 
 def lead(document: str) -> str:

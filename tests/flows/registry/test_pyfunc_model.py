@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,20 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     for no_word in (None, 3):
         with pytest.raises(MlflowException, match=rf"row 0: text is .*{no_word}.*, which is no text"):
             asking.ask(str(tmp_path / "saved"), pd.DataFrame({"text": [["the", no_word]]}))
+
+
+@pytest.mark.parametrize(("without", "needed"), [("tokenizer.json", True), ("vocab.txt", False)])
+def test_a_version_with_a_sentencepiece_tokenizer_requires_its_package(
+    without: str, needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if there is no fast tokenizer, as for Marian."""
+    monkeypatch.setattr(metadata, "version", lambda _: "1.0")
+    files = write(tmp_path / "files", compressed())
+    (files / without).unlink(missing_ok=True)
+    (files / "source.spm").touch()
+    save(files, tmp_path / "saved", TASK, pairs=False, batch_size=2, continuation=CONTINUATION)
+    required = (tmp_path / "saved/requirements.txt").read_text().split()
+    assert ("sentencepiece==1.0" in required) == needed
 
 
 def test_mlflow_scores_a_regression(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

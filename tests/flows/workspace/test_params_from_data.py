@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,13 @@ def test_a_folder_that_is_no_model_is_named(workspace: Path) -> None:
     Path(BASE, "config.json").write_text(json.dumps({}))
     with pytest.raises(EckartError, match=BASE):
         told(table(label=[row % 2 for row in range(60)]))
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="is about machines without sentencepiece")
+def test_a_tokenizer_that_needs_a_package_is_refused_with_its_name(workspace: Path) -> None:
+    """transformers would name another one."""
+    folder = Path("models/base/pieces")
+    T5Config().save_pretrained(folder)
+    (folder / "spiece.model").write_bytes(b"a SentencePiece model")
+    with pytest.raises(EckartError, match="pip install sentencepiece"):
+        params_from_data.read_base(str(folder), None)

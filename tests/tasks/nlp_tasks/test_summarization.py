@@ -25,6 +25,8 @@ from transformers import (
     BartForConditionalGeneration,
     BlenderbotConfig,
     BlenderbotForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -215,6 +217,27 @@ def test_the_decoder_reads_the_labels_shifted_to_the_right(build: Callable[[], P
 def test_a_model_that_does_not_say_how_a_summary_begins_is_an_error() -> None:
     with pytest.raises(StageError, match="decoder_start_token_id"):
         kind_of(task()).collate(tokenizer(), t5(decoder_start_token_id=None))
+
+
+def test_a_model_that_would_write_another_first_token_than_it_learned_is_an_error() -> None:
+    """MBart learns to begin with the last token of a summary, its language, but begins with another one by default."""
+    mbart = drawn(MBartForConditionalGeneration, MBartConfig(**{**_SIZES, "decoder_start_token_id": None}))
+    with pytest.raises(StageError, match="decoder_start_token_id"):
+        kind_of(task()).collate(tokenizer(), mbart)
+
+
+@pytest.mark.parametrize(("forced", "first"), [(None, "cast"), ("plot", "plot")])
+def test_a_summary_begins_with_the_language_of_the_labels(forced: str | None, first: str) -> None:
+    """As for NLLB, whose tokenizer names a language and puts its token before labels."""
+    language = tokenizer()
+    language.backend_tokenizer.post_processor = TemplateProcessing(
+        single="cast $A </s>", special_tokens=[("cast", VOCABULARY["cast"]), ("</s>", END)]
+    )
+    language.tgt_lang = "cast"
+    model = constant("dull", 3.0)
+    model.generation_config.forced_bos_token_id = None if forced is None else VOCABULARY[forced]
+    (answer,) = kind_of(task(target_length=3)).answers(model, language, pd.DataFrame({"text": ["the plot"]}), 1)
+    assert answer["summary"] == f"{first} dull dull"
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

@@ -40,13 +40,14 @@ def pieces() -> PreTrainedTokenizerBase:
     return BertTokenizer(vocab={token: position for position, token in enumerate(tokens)})
 
 
-def of_bytes() -> PreTrainedTokenizerBase:
+def of_bytes(**settings: bool) -> PreTrainedTokenizerBase:
     """GPT-2's way: a word begins with the space before it; `th` and ` th` are single tokens."""
     tokens = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "Ġth"]
     return GPT2Tokenizer(
         vocab={token: position for position, token in enumerate(tokens)},
         merges=[("t", "h"), ("Ġ", "th")],
         pad_token="<|endoftext|>",
+        **settings,
     )
 
 
@@ -80,8 +81,15 @@ def test_the_first_sub_token_of_a_word_is_labeled(
 
 
 def test_words_keep_the_space_before_them() -> None:
-    """Which marks them as words for a tokenizer of bytes; é is two bytes."""
-    assert labels(of_bytes(), "th", "th", "éth", "a b") == {"0 th": 0, "1 Ġth": 1, "3 Ã": 2, "7 a": 3}
+    """Which marks them as words for a tokenizer of bytes. The space before é, of two bytes, is a token of its own."""
+    assert labels(of_bytes(), "th", "th", "éth", "a b") == {"0 th": 0, "1 Ġth": 1, "2 Ġ": 2, "6 Ġ": 3}
+
+
+def test_a_space_is_the_first_token_of_a_word_as_for_transformers() -> None:
+    words = ["th", "é", "th", "éth", "a"]
+    tokenizer = of_bytes(add_prefix_space=True)  # transformers asks for this to tokenize words
+    by_word = tokenizer(words, is_split_into_words=True).word_ids()
+    assert [int(token.split()[0]) for token in labels(tokenizer, *words)] == [*map(by_word.index, range(len(words)))]
 
 
 def test_rows_are_as_the_tokenizer_splits_them_by_itself() -> None:
