@@ -175,8 +175,9 @@ def reason(error: str) -> str:
     """Return the reason why a model cannot be loaded, with a remedy if Eckart knows one."""
     if "trust_remote_code" in error:
         return "it needs code of its own, which Eckart does not run: choose a model that transformers itself can load"
-    if ("tiktoken" in error or "SentencePiece" in error) and find_spec("sentencepiece") is None:
-        return "its tokenizer is a SentencePiece model, which needs a package: pip install sentencepiece"
+    missing = "`tiktoken` is required" in error or "requires the SentencePiece library" in error
+    if missing and find_spec("sentencepiece") is None:
+        return "its tokenizer needs a package: pip install sentencepiece, or tiktoken if it is in that format"
     if "file named model.safetensors" in error:
         return (
             "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "

@@ -46,7 +46,6 @@ _END = re.compile(rf"(?P<sentence>(?:{_TITLES}\.|[!?])[.!?]*[\"'”’)\]]*)\s+(
 """The end of a sentence; the group `sentence` is without the white space after it."""
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-_START = "decoder_start_token_id"
 _WORD = pre_tokenizers.Split(
     Regex(rf"[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]&&[^{_UNSPACED}]]+"), behavior="removed", invert=True
 )
@@ -100,16 +99,24 @@ class Summarization(NlpTask):
         """Return the function that makes a padded batch. If there are labels, it adds the decoder's inputs and mask.
 
         Raises:
-            StageError: the model's config has no token that a summary begins with.
+            StageError: the model does not say with which token a summary begins, or learns with another one than it
+                writes with.
         """
+        labels = torch.tensor([tokenizer(text_target="a")["input_ids"]])
         try:
-            if all(getattr(each, _START, None) is None for each in (model.config, model.generation_config)):
-                raise ValueError(_START)  # mBART would learn with another token than it generates with
-            decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
+            learned = int(decoder_inputs(model, labels)["decoder_input_ids"][0, 0])
         except (AttributeError, TypeError, ValueError) as error:  # each model family raises its own
             raise StageError(
-                f"the model does not say with which token a summary begins: add {_START} to its config.json"
+                "the model does not say with which token a summary begins: add decoder_start_token_id to its "
+                "config.json and generation_config.json"
             ) from error
+        settings = model.generation_config
+        written = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+        if written != learned:
+            raise StageError(
+                f"the model learns summaries that begin with the token {learned}, but writes {written} first: add "
+                f"decoder_start_token_id: {learned} to its generation_config.json"
+            )
         pad = DataCollatorWithPadding(tokenizer)
 
         def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,10 +166,11 @@ class Summarization(NlpTask):
 
 def _language(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the option to begin with the language that the tokenizer's labels begin with (NLLB), if they do."""
-    token = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "tgt_lang", None) or [])
-    forced = getattr(model.generation_config, "forced_bos_token_id", None)
-    first = tokenizer(text_target="a")["input_ids"][0]
-    return {"forced_bos_token_id": token} if forced is None and first == token else {}
+    language = getattr(tokenizer, "tgt_lang", None)
+    if language is None or getattr(model.generation_config, "forced_bos_token_id", None) is not None:
+        return {}
+    token = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "lang_code_to_token", {}).get(language, language))
+    return {"forced_bos_token_id": token} if tokenizer(text_target="a")["input_ids"][0] == token else {}
 
 
 def lead(document: str) -> str:
