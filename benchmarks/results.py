@@ -424,7 +424,6 @@ def embedding() -> str:
 _TEXTS = ("editorials", "news")
 
 
-UNTRAINED = ("lm-standard-short", "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined")
 _NO_LANGUAGE_MODEL = 10_000
 """Perplexity above which the number itself says nothing: words drawn by their frequencies have some hundreds."""
 
@@ -434,12 +433,9 @@ def untrained(*studies: str) -> str:
 
     All `studies` score the same texts. A candidate of several studies is that of the first.
     """
-    return _perplexities(rows(studies[0], ORIGINAL).iloc[0], _untrained(*studies), "factorized")
-
-
-def _untrained(*studies: str) -> pd.DataFrame:
     measured = pd.concat([read(study) for study in studies]).query("recipe != @CONTROL")
-    return measured.drop_duplicates(["recipe", "keep", "seed"])
+    measured = measured.drop_duplicates(["recipe", "keep", "seed"])
+    return _perplexities(rows(studies[0], ORIGINAL).iloc[0], measured, "factorized")
 
 
 def fine_tuned(study: str) -> str:
@@ -685,17 +681,12 @@ def readme() -> str:
 
 def claims() -> dict[str, str]:
     """Return the numbers that prose quotes, by name."""
-    untrained_models = _untrained(*UNTRAINED).query("keep == 0.6")
-    times = untrained_models.set_index("recipe").eval("factorized / dense")
+    language_models = {recipe: rows("lm-standard", recipe, 0.6).iloc[0] for recipe in ("narrowed", "lems")}
     said = {
-        "untrained.narrowed": ratio(times["narrowed"]),
-        "untrained.published": ratio(min(times[recipe] for recipe in times.index if "ours" not in NAMES[recipe])),
-    }
-    said |= {
         f"fair.{recipe}.from-control": pair("fair-reviews", recipe, CONTROL).points
         for recipe in ("losparse", "anchored")
     }
-    return said
+    return said | {f"untrained.{name}": ratio(own.factorized / own.dense) for name, own in language_models.items()}
 
 
 # pages
@@ -712,7 +703,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sizes": sizes,
     "small": small,
     "language": language,
-    "untrained": partial(untrained, *UNTRAINED),
+    "untrained": partial(
+        untrained, "lm-standard-short", "lm-standard-rows", "lm-standard-keeps", "lm-standard-refined"
+    ),
     "untrained-windows": partial(untrained, "lm-standard"),
     "untrained-gemma": partial(untrained, "lm-gemma"),
     "fine-tuned-windows": partial(fine_tuned, "lm-recovered"),

@@ -81,7 +81,7 @@ PUBLISHED: Mapping[str, Published] = {
         "anchored and pivoted; MLPs may lose neurons: the default for language models (ours)",
         None,
         {
-            "weighting": {"kind": "kfac", "input_shrinkage": 0.03, "correlation_shrinkage": 0.3},
+            "weighting": {"kind": "kfac", "input_shrinkage": 0.01},
             "ranks": {"kind": "waterfill", "narrow": True},
             "storage": "pivoted",
             "sequential": {"anchor": 0.5, "sums": True},

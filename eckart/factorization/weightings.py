@@ -199,8 +199,8 @@ class Kfac(_Weighting):
         0.0,
         ge=0,
         lt=1,
-        description="share by which the mean products of two inputs are lowered; 0.3 helps a language model on texts "
-        "other than the calibration text",
+        description="share by which the mean products of two inputs are lowered; 0.3 helps some language models on "
+        "texts other than the calibration text",
     )
 
     statistics: ClassVar[tuple[StatisticKind, ...]] = ("inputs", "output_gradients")
