@@ -610,7 +610,8 @@ def _refuse_old(candidate: str) -> None:
     """Raise if the workspace has a model of this name that its study does not make, or not like this."""
     from tasks.artifacts.paths import FINETUNED  # slow imports, not for --help
 
-    if not (FINETUNED / candidate).is_dir() or not Path("dvc.yaml").exists():  # no candidate, or no workspace
+    is_path = len(Path(candidate).parts) > 1  # of a folder to export as it is
+    if is_path or not (FINETUNED / candidate).is_dir() or not Path("dvc.yaml").exists():
         return
     from flows.engine import nothing_to_do
 

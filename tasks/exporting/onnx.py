@@ -160,6 +160,9 @@ def to_onnx_folder(name: str, folder: Path) -> str:
             plain_config(model).save_pretrained(written)
             if model.can_generate():  # only this file may have the token that ends a chat model's turn
                 model.generation_config.save_pretrained(written)
+            if tokenizer.is_fast:  # it would keep the length of the texts that the export compares with
+                tokenizer.backend_tokenizer.no_truncation()
+                tokenizer.backend_tokenizer.no_padding()
             tokenizer.save_pretrained(written)
             sentence_files.copy(folder_of(name), written)
             saved = written / "tokenizer_config.json"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import eckart
 import eckart_command
-from flows.cli import app
+from flows.cli import _refuse_old, app
 from tests import tiny
 from tests.flows.toy import toy_workspace
 from tests.workspace import REPOSITORY
@@ -84,3 +84,10 @@ def test_each_command_has_one_line_in_the_table_of_contents() -> None:
     for name, command in COMMANDS.items():
         summary = command.help.partition("\n")[0]
         assert any(line.strip("│ ").split(maxsplit=1) == [name, summary] for line in lines), summary
+
+
+def test_a_folder_named_by_its_absolute_path_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.yaml").touch()
+    Path("model").mkdir()
+    _refuse_old(str(tmp_path / "model"))  # raises nothing

@@ -644,6 +644,8 @@ def test_a_folder_has_what_optimum_and_transformers_js_look_for() -> None:
     assert dict(AutoTokenizer.from_pretrained(folder)(load_split("test")["text"].tolist(), padding=True)) == {
         name: values.tolist() for name, values in inputs.items()
     }
+    alone = json.loads((folder / "tokenizer.json").read_text())  # as the tokenizers library reads it
+    assert alone["truncation"] is alone["padding"] is None
     logits = tiny.logits(model, inputs)
     for file, difference in (("model.onnx", 1e-5), ("model_quantized.onnx", 0.05)):
         torch.testing.assert_close(answers(folder / "onnx" / file, **inputs), logits, rtol=0, atol=difference)
