@@ -20,19 +20,19 @@ def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) ->
     lengths = np.array([len(word) for word in words], dtype=int)
     word_ends = np.cumsum(lengths + 1) - 1
     word_begins = word_ends - lengths
+    result = np.full(len(words), -1)
     tokens = np.flatnonzero(real)
+    if not len(tokens):
+        return result
     begins, ends = offsets[tokens].reshape(-1, 2).T
     first = np.searchsorted(ends, word_begins, side="right")  # the first token that reaches into the word
-    if len(tokens):
-        before = np.maximum(first - 1, 0)
-        is_space = (begins[before] >= word_begins - 1) & (ends[before] == word_begins)
-        first -= is_space & (first > 0) & (lengths > 0)
+    before = np.maximum(first - 1, 0)
+    is_space = (begins[before] >= word_begins - 1) & (ends[before] == word_begins)
+    first -= is_space & (first > 0) & (lengths > 0)
     has_token = first < len(tokens)
     has_token[has_token] = begins[first[has_token]] < word_ends[has_token]
-    if len(tokens):  # a text that was cut on the left may begin within a word
-        word = np.searchsorted(word_ends, begins[0], side="right")
-        if 0 < word < len(words) and begins[0] > word_begins[word]:
-            has_token[word] = False
-    result = np.full(len(words), -1)
+    cut = np.searchsorted(word_ends, begins[0], side="right")  # a text that was cut on the left may begin within a word
+    if 0 < cut < len(words) and begins[0] > word_begins[cut]:
+        has_token[cut] = False
     result[has_token] = tokens[first[has_token]]
     return result

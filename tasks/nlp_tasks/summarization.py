@@ -102,21 +102,7 @@ class Summarization(NlpTask):
             StageError: the model does not say with which token a summary begins, or learns with another one than it
                 writes with.
         """
-        labels = torch.tensor([tokenizer(text_target="a")["input_ids"]])
-        try:
-            learned = int(decoder_inputs(model, labels)["decoder_input_ids"][0, 0])
-        except (AttributeError, TypeError, ValueError) as error:  # each model family raises its own
-            raise StageError(
-                "the model does not say with which token a summary begins: add decoder_start_token_id to its "
-                "config.json and generation_config.json"
-            ) from error
-        settings = model.generation_config
-        written = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
-        if written != learned:
-            raise StageError(
-                f"the model learns summaries that begin with the token {learned}, but writes {written} first: add "
-                f"decoder_start_token_id: {learned} to its generation_config.json"
-            )
+        _check_first_token(model, tokenizer)
         pad = DataCollatorWithPadding(tokenizer)
 
         def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,6 +148,25 @@ class Summarization(NlpTask):
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
         """Answer with the first three sentences of each document, and score that. Only `frame` is used."""
         return rouge(frame["label"].tolist(), [lead(document) for document in frame["text"]])
+
+
+def _check_first_token(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Raise StageError unless the model learns and writes summaries that begin with the same token."""
+    labels = torch.tensor([tokenizer(text_target="a")["input_ids"]])
+    try:
+        learned = int(decoder_inputs(model, labels)["decoder_input_ids"][0, 0])
+    except (AttributeError, TypeError, ValueError) as error:  # each model family raises its own
+        raise StageError(
+            "the model does not say with which token a summary begins: add decoder_start_token_id to its "
+            "config.json and generation_config.json"
+        ) from error
+    settings = model.generation_config
+    written = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if written != learned:
+        raise StageError(
+            f"the model learns summaries that begin with the token {learned}, but writes {written} first: add "
+            f"decoder_start_token_id: {learned} to its generation_config.json"
+        )
 
 
 def _language(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
