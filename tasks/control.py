@@ -50,7 +50,7 @@ def control() -> None:
     with explained(), output(CONTROL) as folder:
         data, collate = partial(encoded, "train", tokenizer), kind.collate(tokenizer, model)
         recover(problem, recovery, data, collate, CONTROL_CURVE, trainer)
-        save(model, tokenizer, folder)
+        save(model, folder)
 
 
 if __name__ == "__main__":

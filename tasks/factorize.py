@@ -85,7 +85,7 @@ def factorize(recipe: str, keep: str) -> None:
             loss=kind.objective(labels).calibration_loss,
         )
     with output(FACTORIZED / name) as folder:
-        save(model, tokenizer, folder)
+        save(model, folder)
         if refined:
             blocks = [block.model_dump() for block in refined]
             (folder / REFINEMENT).write_text(json.dumps(blocks, indent=1) + "\n")

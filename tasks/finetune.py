@@ -63,7 +63,7 @@ def finetune(recipe: str, keep: str) -> None:
     with explained(), output(FINETUNED / name) as folder:
         data, collate = partial(encoded, "train", tokenizer), kind.collate(tokenizer, model)
         recover(problem, parts.recovery, data, collate, curve, trainer, residual=parts.residual, storage=parts.storage)
-        save(model, tokenizer, folder)
+        save(model, folder)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def search(recipe: str, keep: str) -> None:
         if chosen.shaped:
             save_statistics(chosen.shaped.scores, folder / SCORES)
         if chosen.shaped or chosen.changed:
-            save(model, tokenizer, folder / SHAPED)
+            save(model, folder / SHAPED)
 
 
 @dataclass

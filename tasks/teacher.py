@@ -20,7 +20,7 @@ from tasks.data.loading import encoded
 from tasks.models import model_license, new_model, sentence_files, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.causality import check_causal
-from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
+from tasks.models.model_io import TEACHER, UNTAUGHT, check_length, load_tokenizer
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import output, run, say, warn
 from tasks.training.loop import train
@@ -40,10 +40,10 @@ def teacher() -> None:
     if kind.running_text:
         check_causal(base.model)
     _check(base, settings, task)
-    data = encoded("train", base.tokenizer) if settings.epochs else []
     with output(UNTAUGHT) as folder:
         base.model.save_pretrained(folder)
         base.tokenizer.save_pretrained(folder)
+    data = encoded("train", base.tokenizer) if settings.epochs else []
     steps = steps_in(settings.epochs, math.ceil(len(data) / settings.batch_size))
     with output(TEACHER) as folder:
         train(
@@ -57,7 +57,7 @@ def teacher() -> None:
             loss=kind.training_loss,
         )
         base.model.save_pretrained(folder)
-        base.tokenizer.save_pretrained(folder)
+        load_tokenizer(UNTAUGHT).save_pretrained(folder)  # the other one now cuts texts
         model_license.write(folder, base.license)
         task_head.write_note(folder, base.head)
         sentence_files.write(folder, base.files)

@@ -19,7 +19,7 @@ from tasks.artifacts.task_spec import SPLITS, Split, Task, load_task
 from tasks.data.loading import batches, encoded, file_of
 from tasks.exporting.folders import folder_of, new_folder
 from tasks.models import sentence_files
-from tasks.models.model_io import UNLOADABLE, load, saved_class
+from tasks.models.model_io import UNLOADABLE, load, load_tokenizer, saved_class
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import output, quiet
 from tasks.scoring.splits import Predictions, Scorer, load_scorer, write_predictions
@@ -160,10 +160,7 @@ def to_onnx_folder(name: str, folder: Path) -> str:
             plain_config(model).save_pretrained(written)
             if model.can_generate():  # only this file may have the token that ends a chat model's turn
                 model.generation_config.save_pretrained(written)
-            if tokenizer.is_fast:  # it would keep the length of the texts that the export compares with
-                tokenizer.backend_tokenizer.no_truncation()
-                tokenizer.backend_tokenizer.no_padding()
-            tokenizer.save_pretrained(written)
+            load_tokenizer(folder_of(name)).save_pretrained(written)  # the other one cuts texts, as the test examples
             sentence_files.copy(folder_of(name), written)
             saved = written / "tokenizer_config.json"
             # optimum's transformers 4 has only the older of two names of this class

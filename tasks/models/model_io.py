@@ -87,10 +87,13 @@ def saved_class(folder: Path) -> type[PreTrainedModel]:
     return family
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model made from the original, factorized or not, and its tokenizer as a Hugging Face folder."""
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model made from the original, factorized or not, and its tokenizer as a Hugging Face folder.
+
+    The tokenizer is read anew, because one that has cut texts would be saved with the length to which it cut them.
+    """
     hf_format.save(model, folder)
-    tokenizer.save_pretrained(folder)
+    load_tokenizer(TEACHER).save_pretrained(folder)
     sentence_files.copy(TEACHER, folder)
 
 

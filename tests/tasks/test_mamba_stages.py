@@ -55,6 +55,8 @@ def test_mamba_goes_through_all_stages(tmp_path: Path, monkeypatch) -> None:
     assert evaluation["target_parameters"] <= 0.5 * decision.parameters_before
     small = eckart.load("models/finetuned/softlm-0.5")
     assert isinstance(small, MambaForSequenceClassification)
+    for folder in ("teacher", "untaught", "finetuned/softlm-0.5"):  # for the tokenizers library, which would cut texts
+        assert json.loads(Path(f"models/{folder}/tokenizer.json").read_text())["truncation"] is None
     assert set(factorized(small)) == {name for name, rank in decision.ranks.items() if rank is not None}
     with pytest.raises(StageError, match="MambaForSequenceClassification"):  # transformers alone could not load it
         to_plain("models/finetuned/softlm-0.5", Path("plain"))
