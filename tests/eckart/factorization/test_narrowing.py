@@ -314,12 +314,22 @@ def test_shrinkage_helps_mlps_that_read_fewer_tokens_than_they_have_neurons() ->
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_narrowing_never_predicts_more_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and widths are best, then widths with nothing besides, then ranks alone."""
+@pytest.mark.parametrize("seed", [None, 47])
+def test_narrowing_never_predicts_more_loss(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and widths are best, then widths with nothing besides, then ranks alone.
+
+    With the weights of seed 47 and keep 0.75, a greedy search does worse if it may also take ranks and widths.
+    """
     model, batch = drawn("causal")
+    if seed is not None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.copy_(0.3 * torch.randn_like(parameter))
     targets = find_targets(model, batch).targets
     problem = problem_of(model, batch, targets, Kfac(), ["inputs", "output_gradients"])
-    for keep in (0.8, 0.6, 0.4):
+    for keep in (0.8, 0.75, 0.6, 0.4):
         losses = []
         for search in (Waterfill(narrow=True, multiple=2), Waterfill(multiple=2)):
             losses.append(predicted(replace(problem, keep=keep), search))
