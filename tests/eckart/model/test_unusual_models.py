@@ -192,6 +192,19 @@ def test_experts_cost_as_many_macs_as_tokens_reach_them():
     assert macs(model, batch) == rows * (layers * (2 * expert + router + attention) + head)
 
 
+def test_attention_counts_the_same_as_its_products_one_by_one():
+    """Here with fewer keys than queries, and padding."""
+    model = tiny.build("LlamaForCausalLM", **tiny.LAYERS, num_key_value_heads=1)
+    ids = torch.randint(3, 20, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    counts = set()
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        counts.add(macs(model, {"input_ids": ids, "attention_mask": mask}))
+    assert len(counts) == 1
+
+
 def test_other_linear_classes_are_named():
     config = IBertConfig(vocab_size=64, pad_token_id=1, max_position_embeddings=32, **tiny.LAYERS)
     with pytest.raises(ValueError, match="QuantLinear"):
