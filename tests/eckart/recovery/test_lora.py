@@ -11,11 +11,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
+from eckart.model import hf_format
 from eckart.model.layers import LowRankLinear, low_rank_layers
 from eckart.model.targets import weight_of
 from eckart.recovery.lora import Lora, LoraRule
 from eckart.training.rules import Rule
-from tasks.models.model_io import load, save
 from tasks.training.checkpoints import SECONDS
 from tests import tiny
 from tests.killing import Kill, Killed
@@ -117,8 +117,8 @@ def test_the_gradient_of_the_update_is_that_of_the_weight_seen_through_it() -> N
 
 def test_what_is_saved_is_an_ordinary_compressed_model(tmp_path: Path) -> None:
     model = trained(student())
-    save(model, tiny.words(), tmp_path / "model")
-    loaded, _ = load(tmp_path / "model", type(model))
+    hf_format.save(model, tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
     assert all(type(layer) is LowRankLinear for layer in low_rank_layers(model).values())
     tiny.assert_same(loaded, model, TEXT)
 
