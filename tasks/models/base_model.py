@@ -183,6 +183,8 @@ def reason(error: str) -> str:
             "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "
             f"Convert it under {BASE}; in its folder: {_CONVERT}"
         )
+    if "deserializing header" in error:  # without the name of the file
+        return f"a file of its weights is damaged or incomplete, so copy all of them again ({error})"
     return error
 
 

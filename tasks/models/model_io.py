@@ -116,10 +116,24 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> list[str]:
     files = [named]
     if named.endswith(".json"):
         index = folder / named
-        files = [*json.loads(index.read_text())["weight_map"].values()] if index.exists() else [SAFE_WEIGHTS_NAME]
+        files = _indexed(index) if index.exists() else [SAFE_WEIGHTS_NAME]
+        if not index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists() and any(folder.glob("*-of-*.safetensors")):
+            raise OSError(f"its weights are in several files, but {named}, which lists them, is missing: copy it, too")
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
     return sorted(set(files))
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files with weights that an index lists.
+
+    Raises:
+        OSError: it is damaged.
+    """
+    try:
+        return [*json.loads(index.read_text())["weight_map"].values()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OSError(f"{index.name}, the list of its files with weights, is damaged: copy it again") from error
 
 
 _WRAPPERS = ("module.", "_orig_mod.")

@@ -144,8 +144,9 @@ def output(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
-# Parts of the messages of errors: libraries wrap the system's error, and torch.save only reports a wrong file position.
-_DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
+# Parts of the messages of errors: libraries wrap the system's error, torch.save only reports a wrong file position, and
+# onnxruntime writes a file that is cut off.
+_DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error", "Error parsing message with type")
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 
 
@@ -162,12 +163,12 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         check_stage(stage)  # again, since `work` may have imported more modules
         if inputs and leads():
             stage_inputs.write(stage, inputs)
-    except EckartError as error:
-        sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line, since the flow reports the last line
     except Exception as error:
-        message = " ".join(str(error).split())
-        if any(sign in str(error) for sign in _DISK_FULL):
+        message = " ".join(str(error).split())  # one line, since the flow reports the last line
+        if any(sign in message for sign in _DISK_FULL):
             sys.exit(f"{stage}: the disk is full: make room and run again ({message})")
+        if isinstance(error, EckartError):
+            sys.exit(f"{stage}: {message}")
         if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
             sys.exit(
                 f"{stage}: no memory is left: take smaller batches, or fewer stages at a time, --workers ({message})"

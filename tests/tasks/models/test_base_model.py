@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
@@ -280,6 +281,37 @@ def test_weights_that_are_missing_are_an_error(new: Callable[[str], str | None],
     rename(folder, new)
     with pytest.raises(StageError, match=f"{folder} .*{named}"):
         load_base(params(folder), SENTIMENT)
+
+
+def in_several_files(name: str) -> Path:
+    """Save a model with its weights in more than two files, and return its folder."""
+    folder = Path("models/base", name)
+    BertForSequenceClassification(tiny_config(id2label=dict(enumerate(LABELS)))).save_pretrained(
+        folder, max_shard_size="8KB"
+    )
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda folder: (folder / INDEX).unlink(), rf"{INDEX}.* missing"),
+        (lambda folder: (folder / INDEX).write_text("{"), rf"{INDEX}.* damaged"),
+        (lambda folder: (folder / INDEX).write_text("{}"), rf"{INDEX}.* damaged"),
+        (lambda folder: next(folder.glob("*00002-of*")).unlink(), "00002-of"),
+        (lambda folder: os.truncate(next(folder.glob("*00002-of*")), 64), "damaged"),
+    ],
+)
+def test_weights_in_several_files_are_read_whole_or_not_at_all(spoil: Callable[[Path], Any], named: str) -> None:
+    folder = in_several_files("parts")
+    assert load_base(params(str(folder)), SENTIMENT).fit == "known"
+    spoil(folder)
+    with pytest.raises(StageError, match=named):
+        load_base(params(str(folder)), SENTIMENT)
 
 
 def test_a_head_and_a_pooler_may_be_missing_where_the_model_never_had_them() -> None:

@@ -115,6 +115,20 @@ def test_a_full_disk_is_named_although_torch_does_not_name_it(
         run("work", lambda: torch.save({"state": torch.zeros(numbers)}, "/dev/full"))
 
 
+def cut_off() -> None:
+    """Fail as an export does if the disk is full when onnxruntime writes a graph."""
+    raise StageError("onnxruntime cannot quantize the file: Error parsing message with type 'onnx.ModelProto'")
+
+
+def test_a_full_disk_is_named_although_an_export_takes_it_for_a_fault_of_the_model(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_params(here, tiny_params())
+    monkeypatch.setattr(sys, "argv", ["work"])
+    with pytest.raises(SystemExit, match=r"^work: the disk is full"):
+        run("work", cut_off)
+
+
 def test_an_output_appears_when_it_is_complete(here: Path) -> None:
     path = here / "models/ranks/svd-0.5"
     with output(path) as folder:
