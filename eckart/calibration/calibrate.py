@@ -10,7 +10,7 @@ from eckart.calibration.losses import Loss
 from eckart.calibration.passes import Pass
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect
-from eckart.calibration.warnings import few_tokens_warning, padding_warning, selection_warning, underflow_warning
+from eckart.calibration.warnings import few_tokens_warning, no_gradient_warning, padding_warning, underflow_warning
 from eckart.model.batches import Batch, first_examples
 
 
@@ -56,6 +56,6 @@ def calibrate(
         if without_gradient and number == len(groups):
             raise ValueError(NO_GRADIENT)
         warn(few_tokens_warning(group.targets, statistics, examples))
-        warn(selection_warning(model, first_examples(checked[0], 2), group.targets, statistics))
+        warn(no_gradient_warning(model, first_examples(checked[0], 2), group.targets, statistics))
         yield statistics
         del statistics  # frees them before the next pass

@@ -52,12 +52,13 @@ def few_tokens_warning(targets: Iterable[Target], statistics: Statistics, exampl
     )
 
 
-def selection_warning(
+def no_gradient_warning(
     model: PreTrainedModel, batch: Batch, targets: Sequence[Target], statistics: Statistics
 ) -> str | None:
-    """Return a warning if outputs depend on targets in which the loss has no gradient, as in layers that select tokens.
+    """Return a warning if the loss has no gradient in some targets.
 
-    A pooler that the head ignores has no gradient either, but the outputs do not depend on it.
+    Outputs depend on layers that select tokens, although these have no gradient. They do not depend on a pooler that
+    the head ignores, nor on a layer that only works on other inputs, such as longer texts.
 
     Args:
         batch: model inputs for which the outputs of each of these targets are set to zero in turn.
@@ -73,13 +74,16 @@ def selection_warning(
             whole = _first_output(model(**batch))
             changes = {name: _relative_change(_output_without(model, batch, name), whole) for name in idle}
     except Exception:  # the model does not take these examples, or returns nothing to compare
-        return None
-    if not (selecting := [name for name, change in changes.items() if change > _SELECTED]):
-        return None
+        changes = {}
+    consequence = "Where errors are weighted by gradients, they keep almost no rank: exclude"
+    if selecting := [name for name, change in changes.items() if change > _SELECTED]:
+        return (
+            f"{len(selecting)} of {len(targets)} layers change the outputs, but the loss has no gradient in them, as "
+            f"in layers that select tokens, such as {selecting[0]}. {consequence} them"
+        )
     return (
-        f"{len(selecting)} of {len(targets)} layers change the outputs, but the loss has no gradient in them, as in "
-        f"layers that select tokens, such as {selecting[0]}. Where errors are weighted by gradients, they keep almost "
-        "no rank: exclude them"
+        f"the loss of the calibration data does not depend on {len(idle)} of {len(targets)} layers, such as {idle[0]}. "
+        f"{consequence} those that other inputs need, such as longer texts"
     )
 
 

@@ -160,7 +160,11 @@ def to_onnx_folder(name: str, folder: Path) -> str:
             plain_config(model).save_pretrained(written)
             if model.can_generate():  # only this file may have the token that ends a chat model's turn
                 model.generation_config.save_pretrained(written)
-            load_tokenizer(folder_of(name)).save_pretrained(written)  # the other one now cuts texts
+            saved_tokenizer = load_tokenizer(folder_of(name))  # the other one now cuts texts
+            if saved_tokenizer.is_fast:  # a folder's own may have been saved after it cut texts
+                saved_tokenizer.backend_tokenizer.no_truncation()
+                saved_tokenizer.backend_tokenizer.no_padding()
+            saved_tokenizer.save_pretrained(written)
             sentence_files.copy(folder_of(name), written)
             saved = written / "tokenizer_config.json"
             # optimum's transformers 4 has only the older of two names of this class

@@ -76,7 +76,8 @@ def test_underflow_is_tested_by_what_is_gathered_until_it_is_found(
 
 
 def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -> None:
-    """An embedding model's pooler has them, in a pass of its own as in one with all others."""
+    """An embedding model's pooler has them, in a pass of its own as in one with all others. A warning names it."""
+    said: list[str | None] = []
     model = tiny.bert().bert
     batches = [without_labels(batch) for batch in tiny.batches(SAMPLES, 2)]
     targets = find_targets(model, batches[0]).targets
@@ -94,7 +95,7 @@ def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -
                 loss,
                 examples=4,
                 checked=batches[:1],
-                warn=print,
+                warn=said.append,
             )
         ]
         for layers in (None, 1)
@@ -104,6 +105,9 @@ def test_a_pass_whose_targets_the_loss_does_not_reach_has_statistics_of_zero() -
         assert together.keys() == one[0][kind].keys()
         assert all(torch.equal(value, one[0][kind][key]) for key, value in together.items())
     assert not one[0]["output_gradients"][targets[-1].name].any()
+    warned = [message for message in said if message and "does not depend on 1 of" in message]
+    assert len(warned) == 2
+    assert all("pooler.dense" in message for message in warned)
 
 
 def test_without_a_group_only_padding_is_checked() -> None:

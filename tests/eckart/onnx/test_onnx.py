@@ -634,6 +634,10 @@ def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: 
 @pytest.mark.usefixtures("workspace")
 def test_a_folder_has_what_optimum_and_transformers_js_look_for() -> None:
     folder = Path("served-0.5")
+    cutting = AutoTokenizer.from_pretrained("models/finetuned/svd-0.5")
+    cutting.backend_tokenizer.enable_truncation(4)
+    cutting.backend_tokenizer.enable_padding(length=6)
+    cutting.save_pretrained("models/finetuned/svd-0.5")
     result = CliRunner().invoke(app, ["export", "svd-0.5", str(folder)])
     assert result.exit_code == 0, result.output
     config = json.loads((folder / "config.json").read_text())
