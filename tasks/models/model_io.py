@@ -113,23 +113,22 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> list[str]:
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
     hf_format.forget_needed(config)
     named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    files = [named]
-    if named.endswith(".json"):
-        index = folder / named
-        files = _indexed(index) if index.exists() else [SAFE_WEIGHTS_NAME]
-        if not index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists() and any(folder.glob("*-of-*.safetensors")):
-            raise OSError(f"its weights are in several files, but {named}, which lists them, is missing: copy it, too")
+    files = _listed(folder / named) if named.endswith(".json") else [named]
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
     return sorted(set(files))
 
 
-def _indexed(index: Path) -> list[str]:
-    """Return the names of the files with weights that an index lists.
+def _listed(index: Path) -> list[str]:
+    """Return the names of the files with weights that `index` lists; without such a list, a single name.
 
     Raises:
-        OSError: it is damaged.
+        OSError: the list is damaged, or missing beside several files.
     """
+    if not index.exists():
+        if not index.with_name(SAFE_WEIGHTS_NAME).exists() and any(index.parent.glob("*-of-*.safetensors")):
+            raise OSError(f"its weights are in several files, but their list, {index.name}, is missing: copy it, too")
+        return [SAFE_WEIGHTS_NAME]
     try:
         return [*json.loads(index.read_text())["weight_map"].values()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
