@@ -10,7 +10,13 @@ from eckart.calibration.losses import Loss
 from eckart.calibration.passes import Pass
 from eckart.calibration.robust_gradients import UNCHANGED, RobustGradients
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect
-from eckart.calibration.warnings import few_tokens_warning, no_gradient_warning, padding_warning, underflow_warning
+from eckart.calibration.warnings import (
+    few_tokens_warning,
+    hidden_sounds_warning,
+    no_gradient_warning,
+    padding_warning,
+    underflow_warning,
+)
 from eckart.model.batches import Batch, first_examples
 
 
@@ -43,6 +49,7 @@ def calibrate(
         ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
     """
     warn(padding_warning(model, checked))
+    warn(hidden_sounds_warning(checked))
     reads_gradients = bool({*kinds} & {*OF_GRADIENTS})
     without_gradient = reads_gradients  # if it stays true, every error would weigh nothing
     underflow = None

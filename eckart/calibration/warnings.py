@@ -1,8 +1,9 @@
-"""Warnings about calibration data: too few tokens, idle experts, padding that changes outputs, float16 underflow."""
+"""Warnings about calibration data, such as too few tokens, idle experts or padding that changes outputs."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ _UNDERFLOW = 0.01  # largest relative change of a statistic by this factor witho
 # statistics of gradients, the smallest first
 _BY_SIZE: tuple[StatisticKind, ...] = ("fisher", "taylor", "output_gradients", "gradients")
 _SELECTED = 1e-4  # largest relative change of outputs by a target without a gradient that causes no warning
+_SOUNDS = re.compile("(input_)?features?_(attention_)?mask")  # names of masks of sounds
 _PADDED = 4  # number of padded examples that are tested
 _TOLERATED = {True: 0.01, False: 0.1}
 """Whether a model is in float32 or float64 → largest relative change of its outputs by padding without a warning."""
@@ -119,6 +121,17 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
     on_the_right = "pad on the right, or give position_ids" if positions else "pad on the right"
     advice = on_the_right if left else "give batches of examples of one length"
     return f"padding changes the outputs of {type(model).__name__}, by {change:.0%} for one example: {advice}"
+
+
+def hidden_sounds_warning(batches: Iterable[Batch]) -> str | None:
+    """Return a warning if a mask hides parts of sounds, as Qwen2-Audio's does; layers that read sounds have no mask."""
+    masks = {name: mask for batch in batches for name, mask in batch.items() if _SOUNDS.fullmatch(name)}
+    if not (hiding := [name for name, mask in masks.items() if not mask.all()]):
+        return None
+    return (
+        f"{hiding[0]} hides parts of sounds, but these count in the statistics of layers that read sounds: exclude "
+        "such layers, or give sounds of one length"
+    )
 
 
 def _change_by_padding(model: PreTrainedModel, example: Batch) -> float:

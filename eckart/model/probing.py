@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from eckart.model.batches import Batch, batch_size, columns, examples_of, masks_of
+from eckart.model.batches import NOT_TEXT, Batch, batch_size, columns, examples_of, masks_of
 from eckart.model.module_context import eval_mode, hooked
 
 NEVER_RAN = "its forward did not run for the batch"
@@ -119,8 +119,10 @@ class Probe:
             self._doubled = self._compare({name: torch.cat([x, x]) for name, x in batch.items()}, _is_first_half)
             self._first = self._compare(examples_of(batch, 0, 1), _is_beginning)
         except Exception as error:  # the type of the error depends on the model
+            pictures = self._examples > 1 and any(map(NOT_TEXT.match, batch))
+            advice = ". If not every example has one picture, give batches of one example" * pictures
             raise ValueError(
-                f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
+                f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}{advice}"
             ) from error
         self.order = list(self._inputs)
         self._counts = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}

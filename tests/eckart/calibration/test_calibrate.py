@@ -12,6 +12,7 @@ from eckart.calibration.calibrate import calibrate
 from eckart.calibration.losses import mean_loss_times_batch
 from eckart.calibration.passes import passes
 from eckart.calibration.statistics import StatisticKind, collect
+from eckart.calibration.warnings import hidden_sounds_warning
 from eckart.model.batches import Batch, without_labels
 from eckart.model.targets import find_targets
 from tests import tiny
@@ -41,8 +42,8 @@ def test_each_group_has_a_pass_and_a_warning_of_its_own() -> None:
         together = {key: value for part in parts for key, value in part[kind].items()}
         assert together.keys() == whole[kind].keys()
         assert all(torch.equal(value, whole[kind][key]) for key, value in together.items())
-    padding, underflow, few, selection = said[0], said[1::3], said[2::3], said[3::3]
-    assert {padding, *underflow, *selection} == {None}
+    underflow, few, no_gradient = said[2::3], said[3::3], said[4::3]
+    assert {*said[:2], *underflow, *no_gradient} == {None}
     assert len(few) == len(underflow) == len(groups)
     assert all("fewer tokens" in str(message) for message in few[:2])
 
@@ -119,4 +120,13 @@ def test_without_a_group_only_padding_is_checked() -> None:
         tiny.gpt2(), lambda: untold, [], [], mean_loss_times_batch, examples=12, checked=untold, warn=said.append
     )
     assert list(given) == []
-    assert [str(message).split()[0] for message in said] == ["padding"]
+    assert [str(message).split()[0] for message in said if message] == ["padding"]
+
+
+@pytest.mark.parametrize("name", ["feature_attention_mask", "input_features_mask"])
+def test_hidden_parts_of_sounds_are_warned_of(name: str) -> None:
+    """Layers that read sounds compute them, too."""
+    mask = torch.ones(2, 5)
+    assert hidden_sounds_warning([{name: mask}, {"attention_mask": torch.eye(2)}]) is None
+    mask[1, 3:] = 0
+    assert name in str(hidden_sounds_warning([{"input_ids": mask}, {name: mask}]))

@@ -367,6 +367,16 @@ def test_a_single_example_may_have_any_number_of_patches():
             prepare_batches(model, [{**two, **wrong}])
 
 
+def test_pictures_that_are_not_one_for_each_example_need_batches_of_one_example():
+    """The model takes such a batch, but none of its examples."""
+    model, batch = tiny.llava()
+    ids = batch["input_ids"]
+    ids[0, 4:8], ids[1, :4] = 3, 5
+    model(**batch)
+    with pytest.raises(ValueError, match="batches of one example"):
+        find_targets(model, batch)
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -144,6 +145,28 @@ def test_a_merge_that_changes_outputs_writes_nothing(monkeypatch: pytest.MonkeyP
     with pytest.raises(StageError, match="logits"):
         to_plain("small", Path("plain"))
     assert [path.name for path in Path().iterdir()] == ["small"]
+
+
+def test_layers_are_compared_one_by_one_if_a_model_does_not_run_on_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny.choices()
+    small = tiny.factorize(model, batch, lambda _: 3, embeddings=True)
+    write(small, "small")
+    to_plain("small", Path("plain"))
+    loaded = type(small).from_pretrained("plain")
+    assert factorized(loaded) == {}
+    torch.testing.assert_close(tiny.logits(loaded, batch), tiny.logits(small, batch), rtol=1e-4, atol=1e-4)
+    merge = merged_checkpoint.merge
+
+    def wrong(model: PreTrainedModel, name: str) -> nn.Module:
+        merged = merge(model, name)
+        with torch.no_grad():
+            merged.get_parameter("weight").mul_(1.01)
+        return merged
+
+    monkeypatch.setattr(merged_checkpoint, "merge", wrong)
+    with pytest.raises(StageError, match="merging changes"):
+        to_plain("small", Path("other"))
+    assert not Path("other").exists()
 
 
 def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
