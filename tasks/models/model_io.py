@@ -107,7 +107,8 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> list[str]:
         folder: folder of the model, whose weights need not be there yet.
 
     Raises:
-        OSError: a file other than safetensors would be read, or the model is an adapter.
+        OSError: a file other than safetensors would be read, or one outside `folder`, which DVC would not see change;
+            or the model is an adapter.
     """
     if (folder / ADAPTER).exists():
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
@@ -116,6 +117,8 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> list[str]:
     files = _listed(folder / named) if named.endswith(".json") else [named]
     if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
+    if outside := next((file for file in files if Path(file).is_absolute() or ".." in Path(file).parts), None):
+        raise OSError(f"its weights are in {outside}, outside its folder: copy them into it, and change their list")
     return sorted(set(files))
 
 

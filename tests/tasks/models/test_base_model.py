@@ -296,6 +296,13 @@ def in_several_files(name: str) -> Path:
 INDEX = "model.safetensors.index.json"
 
 
+def move_out(file: Path) -> None:
+    """Move a file of weights to the folder above, and change the list of the files."""
+    file.rename(file.parents[1] / file.name)
+    index = file.with_name(INDEX)
+    index.write_text(index.read_text().replace(file.name, f"../{file.name}"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -304,6 +311,7 @@ INDEX = "model.safetensors.index.json"
         (lambda folder: (folder / INDEX).write_text("{}"), rf"{INDEX}.* damaged"),
         (lambda folder: next(folder.glob("*00002-of*")).unlink(), "00002-of"),
         (lambda folder: os.truncate(next(folder.glob("*00002-of*")), 64), "damaged"),
+        (lambda folder: move_out(next(folder.glob("*00002-of*"))), "outside"),
     ],
 )
 def test_weights_in_several_files_are_read_whole_or_not_at_all(spoil: Callable[[Path], Any], named: str) -> None:
